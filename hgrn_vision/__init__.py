@@ -1,0 +1,12 @@
+"""DeiT-shaped vision backbones whose token mixer is a gated linear recurrence (HGRN, arXiv 2311.04823), for timm."""
+
+from pathlib import Path
+
+# setup.cfg installs kernels/ as hgrn_vision.kernels; in a checkout it is the sibling directory
+_root = Path(__file__).resolve().parent.parent
+if (_root / "kernels" / "triton_scan.py").exists():
+    __path__.append(str(_root))
+
+from .version import __version__  # noqa: E402
+
+__all__ = ["__version__"]

@@ -1,0 +1,46 @@
+"""The definition of the HGRU scan: one token at a time, in float64.
+
+Every backend is tested against this file, values and gradients (by autograd), so it shares no code with any of them
+and is written to be checked against the paper's equations by eye.
+"""
+
+import torch
+
+
+def hgru_scan(
+    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Gated complex recurrence over tokens, in one or both directions.
+
+    Args:
+        x: pre-activations (B, T, 5D) = [c_re | c_im | f | g_re | g_im], or (B, T, 3D) without the output gate.
+        lower_bound: the lower bound gamma of the forget gate, (D,).
+        theta: rotation a step, (K, D): K = 1 first to last token, K = 2 also last to first, states summed.
+        bias: added to x first, (5D,) or (3D,).
+
+    Returns:
+        (B, T, 2D) = [Re | Im] of the gated states, in float64.
+    """
+    x, lower_bound, theta = x.double(), lower_bound.double(), theta.double()
+    if bias is not None:
+        x = x + bias.double()
+    D = lower_bound.shape[0]
+    c_re, c_im, f = x[..., :D], x[..., D : 2 * D], x[..., 2 * D : 3 * D]
+    c = torch.complex(c_re * torch.sigmoid(c_re), c_im * torch.sigmoid(c_im))
+    decay = lower_bound + (1 - lower_bound) * torch.sigmoid(f)
+
+    T = x.shape[1]
+    total = torch.zeros_like(c)
+    for direction, angle in enumerate(theta):
+        rotation = torch.complex(torch.cos(angle), torch.sin(angle))
+        h = torch.zeros_like(c[:, 0])
+        states = [h] * T
+        for t in range(T) if direction == 0 else reversed(range(T)):
+            h = decay[:, t] * rotation * h + (1 - decay[:, t]) * c[:, t]
+            states[t] = h
+        total = total + torch.stack(states, dim=1)
+
+    h = torch.cat([total.real, total.imag], dim=-1)
+    if x.shape[-1] == 5 * D:
+        h = torch.sigmoid(x[..., 3 * D :]) * h
+    return h
