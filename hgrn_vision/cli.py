@@ -1,0 +1,51 @@
+"""The `hgrn-vision` command: finds the command's module in tools/, parses its flags, turns errors into one line."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# a command is a module of tools/ with EXAMPLE, add_arguments(parser) and run(args) -> exit code;
+# only the module of the command that was asked for is imported, so that --help answers at once
+COMMANDS = {}
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser; flags are added for `command` only."""
+    parser = argparse.ArgumentParser(prog="hgrn-vision", description="Recurrent vision backbones for timm.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        if name == command:
+            module = importlib.import_module(f"hgrn_vision.tools.{name}")
+            sub = commands.add_parser(
+                name,
+                help=summary,
+                description=summary,
+                epilog=f"example:  {module.EXAMPLE}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                allow_abbrev=False,
+            )
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+        else:
+            commands.add_parser(name, help=summary)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; bad input ends in one line on standard error and exit code 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    command = argv[0] if argv and argv[0] in COMMANDS else None
+    args = build_parser(command).parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("HGRN_VISION_TRACEBACK"):
+            raise
+        message = " ".join(str(error).split())
+        print(f"hgrn-vision {args.command}: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"hgrn-vision {args.command}: interrupted", file=sys.stderr)
+        return 130
