@@ -7,6 +7,9 @@ _root = Path(__file__).resolve().parent.parent
 if (_root / "kernels" / "triton_scan.py").exists():
     __path__.append(str(_root))
 
+from .hgrn import HgrnDeit  # noqa: E402
+from .scan import hgru_scan  # noqa: E402
 from .version import __version__  # noqa: E402
+from .weights import load_checkpoint  # noqa: E402
 
-__all__ = ["__version__"]
+__all__ = ["HgrnDeit", "__version__", "hgru_scan", "load_checkpoint"]

@@ -1,0 +1,457 @@
+"""HGRN vision models: DeiT-shaped networks with the HGRU token mixer instead of attention.
+
+Paper: Hierarchically Gated Recurrent Neural Network for Sequence Modeling, NeurIPS 2023, arXiv 2311.04823.
+Images are cut into patches; there is no position embedding and no class token, since the rotation of the recurrence
+carries relative position. The order is patches, blocks, mean over tokens, RMS norm, linear head.
+"""
+
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import (
+    DropPath,
+    LayerType,
+    PatchEmbed,
+    calculate_drop_path_rates,
+    get_act_layer,
+    get_device_dtype,
+    get_norm_layer,
+    register_notrace_function,
+    to_2tuple,
+)
+from timm.layers.pool1d import global_pool_nlc
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from timm.models._manipulate import checkpoint
+from torch import nn
+
+from .layers import FORGET_GATES, LOWER_BOUNDS, AblatedHgru, Glu, Hgru, RmsNorm, lower_bounds
+from .weights import checkpoint_filter_fn
+
+__all__ = ["HgrnDeit"]
+
+POOLS = ("", "avg", "max", "avgmax")
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: mix tokens, then mix channels."""
+
+    def __init__(
+        self, mixer: Hgru, mlp_ratio: float, proj_drop: float, drop_path: float, norm_layer, act_layer, device, dtype
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        dim = mixer.dim
+        self.norm1 = norm_layer(dim, **dd)
+        self.mixer = mixer
+        self.norm2 = norm_layer(dim, **dd)
+        self.mlp = Glu(dim, int(dim * mlp_ratio), act_layer=act_layer, proj_drop=proj_drop, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop_path(self.mixer(self.norm1(x), lower_bound))
+        x = x + self.drop_path(self.mlp(self.norm2(x)))
+        return x
+
+
+class HgrnDeit(nn.Module):
+    """DeiT with HGRU token mixers.
+
+    Args:
+        img_size: image side, or (height, width).
+        patch_size: patch side, or (height, width).
+        in_chans: channels of the image.
+        num_classes: outputs of the head, 0 for none.
+        global_pool: 'avg', 'max', 'avgmax', or '' for none: the head then sees every token.
+        embed_dim: width D.
+        depth: number of blocks.
+        mlp_ratio: hidden width of the GLU over D.
+        drop_rate: dropout before the head.
+        proj_drop_rate: dropout after each mixer and each GLU.
+        drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
+        dynamic_img_size: take images of any size, not only img_size.
+        dynamic_img_pad: pad images whose sides are no multiples of the patch.
+        norm_layer: replaces every LayerNorm.
+        act_layer: replaces the SiLU of the GLUs.
+        input_gate: False feeds the recurrence c_t instead of (1 - decay) c_t.
+        output_gate: False leaves out the gate of the states.
+        gate_after_norm: a SiLU gate after the norm of the states, as in the authors' released image models.
+        forget_gate: 'full'; 'bound_only', the decay is the lower bound; 'none', the decay is 1 and nothing is gated.
+        lower_bound: 'increasing' with depth; 'none'; 'independent' for each layer; 'decreasing'.
+        complex_state: False keeps the rotation at zero.
+        data_dependent_theta: the rotation is a projection of the token.
+        bidirectional: False scans from the first token to the last only.
+    """
+
+    dynamic_img_size: torch.jit.Final[bool]
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dim: int = 192,
+        depth: int = 12,
+        mlp_ratio: float = 2.0,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        dynamic_img_size: bool = True,
+        dynamic_img_pad: bool = False,
+        norm_layer: LayerType | None = None,
+        act_layer: LayerType | None = None,
+        input_gate: bool = True,
+        output_gate: bool = True,
+        gate_after_norm: bool = False,
+        forget_gate: str = "full",
+        lower_bound: str = "increasing",
+        complex_state: bool = True,
+        data_dependent_theta: bool = False,
+        bidirectional: bool = True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        _check_choice("global_pool", global_pool, POOLS)
+        _check_choice("forget_gate", forget_gate, FORGET_GATES)
+        _check_choice("lower_bound", lower_bound, LOWER_BOUNDS)
+        _check_ablations(output_gate, gate_after_norm, forget_gate, lower_bound, complex_state, data_dependent_theta)
+        norm_layer = get_norm_layer(norm_layer) or nn.LayerNorm
+        act_layer = get_act_layer(act_layer) or nn.SiLU
+
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.global_pool = global_pool
+        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.num_prefix_tokens = 0
+        self.depth = depth
+        self.dynamic_img_size = dynamic_img_size
+        self.grad_checkpointing = False
+
+        self.patch_embed = PatchEmbed(
+            img_size=img_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            embed_dim=embed_dim,
+            strict_img_size=not dynamic_img_size,
+            dynamic_img_pad=dynamic_img_pad,
+            **dd,
+        )
+        self.lower_bound_kind = lower_bound
+        has_bounds = lower_bound != "none" and forget_gate != "none"
+        self.lower_bound = nn.Parameter(torch.ones(depth, embed_dim, **dd)) if has_bounds else None
+
+        mixer_args = dict(
+            bidirectional=bidirectional,
+            output_gate=output_gate,
+            gate_after_norm=gate_after_norm,
+            complex_state=complex_state,
+            proj_drop=proj_drop_rate,
+            norm_layer=norm_layer,
+            **dd,
+        )
+        mixer_class = Hgru
+        if not input_gate or forget_gate != "full" or data_dependent_theta:
+            mixer_class = AblatedHgru
+            mixer_args.update(input_gate=input_gate, forget_gate=forget_gate, data_dependent_theta=data_dependent_theta)
+        self.blocks = nn.ModuleList(
+            Block(mixer_class(embed_dim, **mixer_args), mlp_ratio, proj_drop_rate, rate, norm_layer, act_layer, **dd)
+            for rate in calculate_drop_path_rates(drop_path_rate, depth)
+        )
+        reduction = self.patch_embed.feat_ratio()
+        self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=reduction) for i in range(depth)]
+        self.norm = RmsNorm()
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
+
+    @torch.jit.ignore
+    def init_weights(self) -> None:
+        """Set every parameter to its initial value, as for a model that was created on the meta device."""
+        if self.lower_bound is not None:
+            nn.init.ones_(self.lower_bound)
+        for module in self.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Gamma and theta, which are no weights of a product."""
+        return {name for name, _ in self.named_parameters() if name == "lower_bound" or name.endswith("mixer.theta")}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Parameter groups for layer decay; Gamma belongs to all blocks and goes with the stem."""
+        return dict(stem=r"^patch_embed|^lower_bound", blocks=[(r"^blocks\.(\d+)", None)])
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    @torch.jit.ignore
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head for `num_classes` classes, 0 for none, and another pooling if given."""
+        if global_pool is not None:
+            _check_choice("global_pool", global_pool, POOLS)
+            self.global_pool = global_pool
+        self.num_classes = num_classes
+        dd = get_device_dtype(self)
+        self.head = nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        self.head.train(self.training)
+
+    @torch.jit.ignore
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Another image size, another patch size (its projection is resampled), or both."""
+        self.patch_embed.set_input_size(None if img_size is None else to_2tuple(img_size), patch_size)
+        for info in self.feature_info:
+            info["reduction"] = self.patch_embed.feat_ratio()
+
+    def layer_bounds(self) -> torch.Tensor:
+        """The lower bound of every layer's forget gate, (depth, D), in float32 or float64."""
+        if self.lower_bound is None:
+            weight = self.blocks[0].norm1.weight
+            dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            return torch.zeros(self.depth, self.embed_dim, dtype=dtype, device=weight.device)
+        return lower_bounds(self.lower_bound, self.lower_bound_kind)
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens (B, T, D) of images (B, C, H, W)."""
+        pad = self.patch_embed.dynamic_img_pad
+        check_image(
+            x, self.in_chans, self.patch_embed.patch_size, self.patch_embed.img_size, self.dynamic_img_size, pad
+        )
+        # contiguous: every later product and scan runs along a token's channels
+        return self.patch_embed(x).contiguous()
+
+    def forward_intermediates(
+        self,
+        x: torch.Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+    ) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]] | dict[str, Any]:
+        """Features after chosen blocks.
+
+        Args:
+            x: images (B, C, H, W).
+            indices: the last n blocks if an int, all if None, else these blocks.
+            norm: apply the final norm to every intermediate.
+            stop_early: run no block after the last one asked for.
+            output_fmt: 'NCHW' or 'NLC'.
+            intermediates_only: return no final features.
+            output_dict: return a dict with 'image_intermediates' and 'image_features'.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        height, width = x.shape[-2:]
+        x = self.embed(x)
+        bounds = self.layer_bounds()
+        intermediates = []
+        for i, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
+            x = self.run_block(block, x, bounds[i])
+            if i in take_indices:
+                intermediates.append(self.norm(x) if norm else x)
+        if output_fmt == "NCHW":
+            H, W = self.patch_embed.dynamic_feat_size((height, width))
+            intermediates = [y.unflatten(1, (H, W)).permute(0, 3, 1, 2).contiguous() for y in intermediates]
+        if output_dict:
+            features = {} if intermediates_only else {"image_features": x}
+            return {"image_intermediates": intermediates, **features}
+        return intermediates if intermediates_only else (x, intermediates)
+
+    @torch.jit.ignore
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the blocks after the last one asked for; Gamma stays whole, so the others keep their lower bounds."""
+        take_indices, max_index = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: max_index + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take_indices
+
+    def run_block(self, block: nn.Module, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, x, lower_bound)
+        return block(x, lower_bound)
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens after the last block, (B, T, D), before the norm, which follows the pooling."""
+        x = self.embed(x)
+        bounds = self.layer_bounds()
+        for i, block in enumerate(self.blocks):
+            if torch.jit.is_scripting():
+                x = block(x, bounds[i])
+            else:
+                x = self.run_block(block, x, bounds[i])
+        return x
+
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+        x = global_pool_nlc(x, pool_type=self.global_pool, num_prefix_tokens=0)
+        x = self.head_drop(self.norm(x))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"HgrnDeit: {name} must be one of {known}, got {value!r}")
+
+
+def _check_ablations(output_gate, gate_after_norm, forget_gate, lower_bound, complex_state, data_dependent_theta):
+    if gate_after_norm and not output_gate:
+        raise ValueError("HgrnDeit: gate_after_norm=True needs output_gate=True")
+    if forget_gate == "bound_only" and lower_bound == "none":
+        raise ValueError("HgrnDeit: forget_gate='bound_only' needs a lower_bound, without one nothing is remembered")
+    if data_dependent_theta and not complex_state:
+        raise ValueError("HgrnDeit: data_dependent_theta=True needs complex_state=True")
+
+
+@register_notrace_function
+def check_image(
+    x: torch.Tensor,
+    in_chans: int,
+    patch_size: tuple[int, int],
+    img_size: tuple[int, int],
+    dynamic_img_size: bool,
+    dynamic_img_pad: bool,
+) -> None:
+    """Refuse what the patch embedding cannot take; not traced, so that traced models stay free of shape checks."""
+    if x.dim() != 4:
+        raise ValueError(f"expected images of shape (B, {in_chans}, H, W), got a tensor with {x.dim()} dimensions")
+    B, C, H, W = x.shape
+    if in_chans != C:
+        raise ValueError(f"expected images with {in_chans} channels, got {C}")
+    if H == 0 or W == 0:
+        raise ValueError(f"an image of {H}x{W} pixels has no tokens")
+    if not dynamic_img_size:
+        if img_size[0] != H or img_size[1] != W:
+            raise ValueError(
+                f"image of {H}x{W} pixels does not match the model's {img_size[0]}x{img_size[1]}; "
+                "create the model with dynamic_img_size=True to take any size"
+            )
+    elif not dynamic_img_pad and (H % patch_size[0] != 0 or W % patch_size[1] != 0):
+        raise ValueError(
+            f"image of {H}x{W} pixels is no multiple of the patch {patch_size[0]}x{patch_size[1]}; "
+            "resize it or create the model with dynamic_img_pad=True"
+        )
+
+
+def _cfg(**kwargs) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "fixed_input_size": False,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        "paper_ids": "arXiv:2311.04823",
+        "paper_name": "Hierarchically Gated Recurrent Neural Network for Sequence Modeling",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "hgrn_deit_tiny.untrained": _cfg(),
+        "hgrn_deit_small.untrained": _cfg(),
+        "hgrn_deit_base.untrained": _cfg(),
+        "hgrn_deit_tiny_patch16_224.untrained": _cfg(),
+        "hgrn_deit_small_patch16_224.untrained": _cfg(),
+        "hgrn_deit_base_patch16_224.untrained": _cfg(),
+        "hgrn1d_vit_tiny.untrained": _cfg(crop_pct=0.875),
+        "hgrn1d_vit_small.untrained": _cfg(crop_pct=0.875),
+    }
+)
+
+
+def _create_hgrn_deit(variant: str, pretrained: bool, **kwargs) -> HgrnDeit:
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        HgrnDeit,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+        **kwargs,
+    )
+
+
+@register_model
+def hgrn_deit_tiny(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Tiny: 12 blocks of width 192 on 14x14 patches, 6.1M parameters (paper, table 7)."""
+    model_args = dict(patch_size=14, embed_dim=192, depth=12)
+    return _create_hgrn_deit("hgrn_deit_tiny", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn_deit_small(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Small: 12 blocks of width 384 on 14x14 patches, 23.7M parameters (paper, table 7)."""
+    model_args = dict(patch_size=14, embed_dim=384, depth=12)
+    return _create_hgrn_deit("hgrn_deit_small", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn_deit_base(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Base: 12 blocks of width 768 on 14x14 patches."""
+    model_args = dict(patch_size=14, embed_dim=768, depth=12)
+    return _create_hgrn_deit("hgrn_deit_base", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn_deit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Tiny on the 16x16 patches of DeiT."""
+    model_args = dict(patch_size=16, embed_dim=192, depth=12)
+    return _create_hgrn_deit("hgrn_deit_tiny_patch16_224", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn_deit_small_patch16_224(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Small on the 16x16 patches of DeiT."""
+    model_args = dict(patch_size=16, embed_dim=384, depth=12)
+    return _create_hgrn_deit("hgrn_deit_small_patch16_224", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn_deit_base_patch16_224(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Base on the 16x16 patches of DeiT."""
+    model_args = dict(patch_size=16, embed_dim=768, depth=12)
+    return _create_hgrn_deit("hgrn_deit_base_patch16_224", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn1d_vit_tiny(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Tiny as in the authors' released image code: a SiLU output gate after the norm."""
+    model_args = dict(patch_size=14, embed_dim=192, depth=12, gate_after_norm=True)
+    return _create_hgrn_deit("hgrn1d_vit_tiny", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn1d_vit_small(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Small as in the authors' released image code: a SiLU output gate after the norm."""
+    model_args = dict(patch_size=14, embed_dim=384, depth=12, gate_after_norm=True)
+    return _create_hgrn_deit("hgrn1d_vit_small", pretrained, **dict(model_args, **kwargs))

@@ -1,0 +1,217 @@
+"""The layers of HGRN: the HGRU token mixer, its ablations, the GLU channel mixer, and the lower bounds."""
+
+import torch
+import torch.nn.functional as F
+from timm.layers import is_exportable, is_scriptable, register_notrace_function
+from torch import nn
+
+from .kernels.torch_scan import complex_scan, constant_angles
+from .scan import hgru_scan
+
+LOWER_BOUNDS = ("increasing", "none", "independent", "decreasing")
+FORGET_GATES = ("full", "bound_only", "none")
+
+
+# functions that look at dtypes and shapes: symbolic tracing takes each as one step
+register_notrace_function(complex_scan)
+register_notrace_function(constant_angles)
+
+
+@register_notrace_function
+def lower_bounds(gamma: torch.Tensor, kind: str) -> torch.Tensor:
+    """Lower bound of each layer's forget gate, (depth, D), from the network's one parameter Gamma of that shape."""
+    if gamma.dtype != torch.float64:
+        gamma = gamma.float()
+    if kind == "independent":
+        return gamma.sigmoid()
+    # cumsum(P)_k - P_1 of the paper, without its subtraction: the first bound is exactly 0
+    p = gamma.softmax(dim=0)
+    bounds = F.pad(p[1:].cumsum(dim=0), (0, 0, 1, 0))
+    return bounds.flip(0) if kind == "decreasing" else bounds
+
+
+class DeferredBiasLinear(nn.Linear):
+    """A linear layer that leaves adding its bias to the operation that follows, which does it on the way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class RmsNorm(nn.Module):
+    """x / (|x|_2 / sqrt(d) + eps), without parameters."""
+
+    def __init__(self, eps: float = 1e-8):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / x.shape[-1] ** 0.5
+        return x / (scale + self.eps)
+
+
+class Hgru(nn.Module):
+    """Hierarchically gated recurrent unit: one projection, a complex recurrence over tokens, norm, projection.
+
+    Args:
+        dim: width D.
+        bidirectional: scan from both ends, with shared projections and a theta for each direction.
+        output_gate: multiply the states by a sigmoid gate before the norm.
+        gate_after_norm: multiply by a SiLU gate after the norm instead, as the authors' released image models do.
+        complex_state: False keeps theta at zero, so that real and imaginary parts never mix.
+        proj_drop: dropout of the output.
+        norm_layer: norm of the 2D states.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        bidirectional: bool = True,
+        output_gate: bool = True,
+        gate_after_norm: bool = False,
+        complex_state: bool = True,
+        proj_drop: float = 0.0,
+        norm_layer: type[nn.Module] = nn.LayerNorm,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.dim = dim
+        self.bidirectional = bidirectional
+        self.output_gate = output_gate
+        self.gate_after_norm = gate_after_norm
+        # rows [c_re | c_im | f | g_re | g_im]
+        self.in_proj = DeferredBiasLinear(dim, (5 if output_gate else 3) * dim, **dd)
+        theta = torch.empty(2 if bidirectional else 1, dim, **dd)
+        if complex_state:
+            self.theta = nn.Parameter(theta)
+        else:
+            self.register_buffer("theta", theta)
+        self.norm = norm_layer(2 * dim, **dd)
+        self.out_proj = nn.Linear(2 * dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        # a scripted or exported model holds plain operations only
+        self.backend: str | None = "torch" if is_scriptable() or is_exportable() else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Theta starts as the angles of rotary embeddings do (RoPE), the same in both directions."""
+        with torch.no_grad():
+            if isinstance(self.theta, nn.Parameter):
+                j = torch.arange(self.dim, device=self.theta.device, dtype=torch.float64)
+                self.theta.copy_((10000.0 ** (-2 * j / self.dim)).expand_as(self.theta))
+            else:
+                self.theta.zero_()
+
+    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+        """Mix tokens x (B, T, D); lower_bound (D,) is this layer's, in float32 or float64."""
+        z = self.in_proj(x)  # (B, T, 5D), bias to come
+        bias = self.in_proj.bias.to(lower_bound.dtype)
+        theta = self.theta.to(lower_bound.dtype)
+        if self.gate_after_norm:
+            split = 3 * self.dim
+            h = hgru_scan(z[..., :split], lower_bound, theta, bias=bias[:split], backend=self.backend)
+            h = self.norm(h) * F.silu(z[..., split:] + bias[split:].to(z.dtype))
+        else:
+            h = self.norm(hgru_scan(z, lower_bound, theta, bias=bias, backend=self.backend))
+        return self.proj_drop(self.out_proj(h))
+
+
+class AblatedHgru(Hgru):
+    """The HGRU without its input gate or forget gate, or with a theta that depends on the token (paper, section 4.3).
+
+    Args:
+        dim: width D.
+        input_gate: False drops the factor 1 - decay of the input.
+        forget_gate: 'bound_only' makes the lower bound the decay; with 'none' nothing decays and nothing is gated.
+        data_dependent_theta: the rotation of each step is a projection of its token.
+        **kwargs: as in Hgru.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        input_gate: bool = True,
+        forget_gate: str = "full",
+        data_dependent_theta: bool = False,
+        device=None,
+        dtype=None,
+        **kwargs,
+    ):
+        dd = {"device": device, "dtype": dtype}
+        super().__init__(dim, **kwargs, **dd)
+        self.input_gate = input_gate
+        self.forget_gate = forget_gate
+        if forget_gate != "full":
+            self.in_proj = DeferredBiasLinear(dim, self.in_proj.out_features - dim, **dd)  # no f rows
+        self.theta_proj: nn.Linear | None = None
+        if data_dependent_theta:
+            self.theta_proj = nn.Linear(dim, self.theta.numel(), **dd)
+            self.theta = None
+
+    def reset_parameters(self) -> None:
+        if self.theta is not None:
+            super().reset_parameters()
+
+    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+        D = self.dim
+        z = self.in_proj(x).to(lower_bound.dtype) + self.in_proj.bias.to(lower_bound.dtype)
+        decay, keep = self.gates(z, lower_bound)
+        c = F.silu(z[..., : 2 * D]).unflatten(-1, (2, D))
+        h = complex_scan(decay, keep.unsqueeze(-2) * c, self.angles(x, lower_bound)).flatten(-2)
+        if self.output_gate and not self.gate_after_norm:
+            h = h * torch.sigmoid(z[..., -2 * D :])
+        h = self.norm(h.to(x.dtype))
+        if self.gate_after_norm:
+            h = h * F.silu(z[..., -2 * D :]).to(x.dtype)
+        return self.proj_drop(self.out_proj(h))
+
+    def gates(self, z: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decay of the state and factor of the input, each (B, T, D)."""
+        D = self.dim
+        if self.forget_gate == "full":
+            f = z[..., 2 * D : 3 * D]
+            decay = lower_bound + (1 - lower_bound) * torch.sigmoid(f)
+            keep = (1 - lower_bound) * torch.sigmoid(-f)
+        else:
+            decay = lower_bound.expand_as(z[..., :D])
+            if self.forget_gate == "none":
+                decay = torch.ones_like(decay)
+            keep = 1 - decay
+        if self.forget_gate == "none" or not self.input_gate:
+            keep = torch.ones_like(decay)
+        return decay, keep
+
+    def angles(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+        """Angle turned up to each token, counted from where each direction starts, (K, 1 or B, T, D)."""
+        if self.theta_proj is None:
+            return constant_angles(self.theta.to(lower_bound.dtype), x.shape[1])
+        theta = self.theta_proj(x).to(lower_bound.dtype).unflatten(-1, (-1, self.dim))  # (B, T, K, D)
+        forward = theta[:, :, 0].cumsum(dim=1)
+        if not self.bidirectional:
+            return forward.unsqueeze(0)
+        return torch.stack([forward, theta[:, :, 1].flip(1).cumsum(dim=1)])
+
+
+class Glu(nn.Module):
+    """Gated channel mixer fc2(act(a) * v) with [a | v] = fc1(x)."""
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        act_layer: type[nn.Module] = nn.SiLU,
+        proj_drop: float = 0.0,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.fc1 = nn.Linear(dim, 2 * hidden_dim, **dd)
+        self.act = act_layer()
+        self.fc2 = nn.Linear(hidden_dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, v = self.fc1(x).chunk(2, dim=-1)
+        return self.proj_drop(self.fc2(self.act(a) * v))

@@ -1,0 +1,56 @@
+"""hgru_scan: the one operation that carries the recurrence."""
+
+import torch
+from timm.layers import register_notrace_function
+
+from .kernels import torch_scan
+
+
+@register_notrace_function
+def hgru_scan(
+    x: torch.Tensor,
+    lower_bound: torch.Tensor,
+    theta: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Gates, recurrence in one or both directions and output gate of an HGRU layer, in one operation.
+
+    Args:
+        x: pre-activations (B, T, 5D) = [c_re | c_im | f | g_re | g_im], or (B, T, 3D) without the output gate.
+        lower_bound: lower bound of the forget gate, (D,), float32, or float64 when x is.
+        theta: rotation a step, (K, D), same dtype: K = 2 for both directions, K = 1 for first to last.
+        bias: of the projection that made x, added here; same dtype as lower_bound.
+        backend: how to compute it, by default what suits the device.
+
+    Returns:
+        The gated states (B, T, 2D) = [Re | Im] in the dtype of x.
+    """
+    if torch.jit.is_scripting():
+        return torch_scan.hgru_scan(x, lower_bound, theta, bias)
+    _check(x, lower_bound, theta, bias)
+    return torch_scan.hgru_scan(x, lower_bound, theta, bias)
+
+
+def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None) -> None:
+    D = lower_bound.shape[-1] if lower_bound.dim() == 1 else 0
+    if D == 0:
+        raise ValueError(f"hgru_scan: lower_bound must be (D,) with D > 0, got {tuple(lower_bound.shape)}")
+    if x.dim() != 3 or x.shape[-1] not in (3 * D, 5 * D):
+        raise ValueError(f"hgru_scan: x must be (B, T, 3D) or (B, T, 5D) with D={D}, got {tuple(x.shape)}")
+    if x.shape[1] == 0:
+        raise ValueError(f"hgru_scan: x has no tokens, shape {tuple(x.shape)}")
+    if theta.dim() != 2 or theta.shape[0] not in (1, 2) or theta.shape[1] != D:
+        raise ValueError(f"hgru_scan: theta must be (1, {D}) or (2, {D}), got {tuple(theta.shape)}")
+    if bias is not None and bias.shape != x.shape[-1:]:
+        raise ValueError(f"hgru_scan: bias must be ({x.shape[-1]},) like the last side of x, got {tuple(bias.shape)}")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"hgru_scan: x must be a floating-point tensor, got {x.dtype}")
+    state_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    for name, tensor in (("lower_bound", lower_bound), ("theta", theta), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype != state_dtype:
+            raise ValueError(f"hgru_scan: {name} must be {state_dtype} when x is {x.dtype}, got {tensor.dtype}")
+        if tensor.device != x.device:
+            raise ValueError(f"hgru_scan: {name} is on {tensor.device}, x on {x.device}; move them to one device")
