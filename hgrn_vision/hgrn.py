@@ -295,10 +295,8 @@ class HgrnDeit(nn.Module):
         x = self.embed(x)
         bounds = self.layer_bounds()
         for i, block in enumerate(self.blocks):
-            if torch.jit.is_scripting():
-                x = block(x, bounds[i])
-            else:
-                x = self.run_block(block, x, bounds[i])
+            # a scripted module cannot be handed to a function
+            x = block(x, bounds[i]) if torch.jit.is_scripting() else self.run_block(block, x, bounds[i])
         return x
 
     def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
