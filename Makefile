@@ -10,6 +10,9 @@ $(INSTALLED): setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,export]'
 	touch $@
 
+demo: $(INSTALLED)
+	$(BIN)/python -c "import timm, torch, hgrn_vision; print(timm.create_model('hgrn_deit_tiny')(torch.randn(1, 3, 224, 224)).shape)"
+
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
 

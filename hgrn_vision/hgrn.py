@@ -26,7 +26,7 @@ from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint
 from torch import nn
 
-from .layers import FORGET_GATES, LOWER_BOUNDS, AblatedHgru, Glu, Hgru, RmsNorm, lower_bounds
+from .layers import FORGET_GATES, LOWER_BOUNDS, AblatedHgru, Glu, Hgru, RmsNorm, lower_bounds, zero_bounds
 from .weights import checkpoint_filter_fn
 
 __all__ = ["HgrnDeit"]
@@ -218,9 +218,7 @@ class HgrnDeit(nn.Module):
     def layer_bounds(self) -> torch.Tensor:
         """The lower bound of every layer's forget gate, (depth, D), in float32 or float64."""
         if self.lower_bound is None:
-            weight = self.blocks[0].norm1.weight
-            dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-            return torch.zeros(self.depth, self.embed_dim, dtype=dtype, device=weight.device)
+            return zero_bounds(self.patch_embed.proj.weight, self.depth)
         return lower_bounds(self.lower_bound, self.lower_bound_kind)
 
     def embed(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,13 @@ def lower_bounds(gamma: torch.Tensor, kind: str) -> torch.Tensor:
     return bounds.flip(0) if kind == "decreasing" else bounds
 
 
+@register_notrace_function
+def zero_bounds(like: torch.Tensor, depth: int) -> torch.Tensor:
+    """No lower bound for any layer, (depth, D), on the device of a weight `like` (D, ...)."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.zeros(depth, like.shape[0], dtype=dtype, device=like.device)
+
+
 class DeferredBiasLinear(nn.Linear):
     """A linear layer that leaves adding its bias to the operation that follows, which does it on the way."""
 

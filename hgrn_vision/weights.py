@@ -33,6 +33,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
     if weight is not None and weight.dim() == 4:
         patch_size = model.patch_embed.patch_size
         state_dict["patch_embed.proj.weight"] = resample_patch_embed(weight, list(patch_size))
+        if weight.shape[1] == model.in_chans and model.in_chans > 3:
+            # timm adapts from 3 channels only and would drop a projection that fits as it is
+            model.pretrained_cfg["first_conv"] = None
     return state_dict
 
 

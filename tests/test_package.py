@@ -1,0 +1,121 @@
+"""What importing costs and loads, who imports whom, and what an installed wheel contains."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(code, cwd=ROOT, **kwargs):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, check=True, **kwargs)
+
+
+def test_import_is_light():
+    code = """
+import sys, time
+import timm
+before = set(sys.modules)
+start = time.perf_counter()
+import hgrn_vision
+print(time.perf_counter() - start)
+heavy = {"triton", "hgrn_vision.kernels.triton_scan", "hgrn_vision.kernels.cpu_scan", "matplotlib", "hgrn_vision.train"}
+print(sorted(heavy & (set(sys.modules) - before)))
+"""
+    seconds, heavy = run(code).stdout.splitlines()
+    assert float(seconds) < 0.2
+    assert heavy == "[]"
+
+
+def test_import_prints_nothing():
+    result = run("import hgrn_vision")
+    assert result.stdout == result.stderr == ""
+
+
+def project_imports(path):
+    """Modules of the project that a file imports, as paths like 'train/config' or 'scan'."""
+    package = path.relative_to(ROOT).with_suffix("").parts
+    package = ("hgrn_vision", *package) if package[0] == "kernels" else package
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            names = [".".join([*base, alias.name]) for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".", 1)[1].replace(".", "/") for name in names if name.startswith("hgrn_vision.")}
+    return found
+
+
+LAYERS = [  # (files, what of the project they may import)
+    ("kernels/*.py", ("kernels",)),
+    ("hgrn_vision/backend.py", ("kernels",)),
+    ("hgrn_vision/scan.py", ("kernels", "backend")),
+    ("hgrn_vision/layers.py", ("scan", "backend", "kernels/torch_scan", "glu")),
+    ("hgrn_vision/weights.py", ()),
+    ("hgrn_vision/hgrn.py", ("layers", "weights")),
+    ("hgrn_vision/report/*.py", ("report",)),
+    ("hgrn_vision/train/*.py", ("train", "report", "version")),
+    (
+        "hgrn_vision/tools/*.py",
+        (
+            "tools",
+            "train",
+            "report",
+            "scan",
+            "backend",
+            "kernels",
+            "version",
+            "weights",
+            "load_checkpoint",
+            "__version__",
+        ),
+    ),
+    ("hgrn_vision/cli.py", ("train", "tools")),
+    ("train_imagenet.py", ("cli", "train", "tools")),
+]
+
+
+@pytest.mark.parametrize("pattern, allowed", LAYERS)
+def test_who_imports_whom(pattern, allowed):
+    for path in ROOT.glob(pattern):
+        for name in project_imports(path):
+            assert name.startswith(allowed), f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_no_file_is_called_like_one_of_timms():
+    import timm.models
+
+    theirs = {path.stem for path in Path(timm.models.__file__).parent.glob("*.py")} - {"__init__"}
+    ours = {path.stem for path in (ROOT / "hgrn_vision").glob("*.py")}
+    assert not theirs & ours
+
+
+def test_a_plain_install_has_the_kernels(tmp_path):
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--quiet"]
+    source = tmp_path / "source"
+    source.mkdir()
+    # a copy, so that the build leaves nothing in the checkout
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "hgrn_vision", "kernels"):
+        subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
+    subprocess.run([*command, "--target", tmp_path / "site", source], check=True)
+    code = (
+        "import hgrn_vision, hgrn_vision.kernels.reference as r, pathlib; folder = pathlib.Path(r.__file__).parent; "
+        "print(folder); print(sorted(p.name for p in folder.iterdir()))"
+    )
+    result = run(code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)})
+    folder, files = result.stdout.splitlines()
+    assert folder == str(tmp_path / "site" / "hgrn_vision" / "kernels")
+    assert "torch_scan.py" in files
+    assert not (tmp_path / "site" / "kernels").exists()
+
+
+def test_the_readmes_example_runs(tmp_path):
+    example = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    run(example, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "HGRN_VISION_BACKEND": "torch"})

@@ -1,0 +1,131 @@
+"""hgru_scan against the float64 reference and against the paper's matrices; its backends' choice and its errors."""
+
+import pytest
+import torch
+from scan_cases import inputs, relative_error, with_grads
+
+from hgrn_vision import hgru_scan
+from hgrn_vision.kernels import reference, torch_scan
+
+SHAPES = [(1, 1, 1), (2, 2, 3), (2, 37, 5), (1, 196, 16), (3, 64, 7)]
+
+
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("parts", [3, 5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torch_backend_matches_reference(shape, parts, K):
+    args = inputs(*shape, K, parts)
+    got = with_grads(hgru_scan, *args, backend="torch")
+    want = with_grads(reference.hgru_scan, *args)
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-12, name
+
+
+@pytest.mark.parametrize("T", [1, 2, 37, 196])
+def test_export_algorithm_matches_reference(T, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    args = inputs(2, T, 5, 2, 5)
+    assert relative_error(torch_scan.hgru_scan(*args), reference.hgru_scan(*args)) < 1e-12
+
+
+def test_torch_backend_is_vectorised_over_tokens():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            # views are free: only operations that compute count
+            self.calls += not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    with Counter() as counter:
+        hgru_scan(*inputs(1, 256, 8, 2, 5, dtype=torch.float32), backend="torch")
+    assert 0 < counter.calls < 256
+
+
+def dense_mixing_matrix(decay, theta, direction):
+    """A = Lambda * Theta of the paper, (B, T, T, D): row t, column s, by its definition."""
+    B, T, D = decay.shape
+    A = torch.zeros(B, T, T, D, dtype=torch.complex128)
+    for t in range(T):
+        for s in range(T):
+            steps = range(s + 1, t + 1) if direction == 0 else range(t, s)
+            if (s <= t) if direction == 0 else (s >= t):
+                product = torch.ones(B, D, dtype=torch.float64)
+                for k in steps:
+                    product = product * decay[:, k]
+                phase = torch.exp(1j * abs(t - s) * theta.to(torch.complex128))
+                A[:, t, s] = (1 - decay[:, s]) * product * phase
+    return A
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_equals_the_dense_token_mixing_matrix(K):
+    B, T, D = 2, 12, 5
+    x, lower_bound, theta, _ = inputs(B, T, D, K, 3, grad=False)
+    c = torch.complex(*torch.nn.functional.silu(x[..., : 2 * D]).unflatten(-1, (2, D)).unbind(-2))
+    decay = lower_bound + (1 - lower_bound) * torch.sigmoid(x[..., 2 * D :])
+    h = sum(torch.einsum("btsd,bsd->btd", dense_mixing_matrix(decay, theta[k], k), c) for k in range(K))
+    want = torch.cat([h.real, h.imag], dim=-1)
+    assert (hgru_scan(x, lower_bound, theta) - want).abs().max() < 1e-10
+    assert (reference.hgru_scan(x, lower_bound, theta) - want).abs().max() < 1e-10
+
+
+def test_reversing_tokens_and_swapping_thetas_reverses_the_output():
+    x, lower_bound, theta, bias = inputs(2, 19, 4, 2, 5, grad=False)
+    out = hgru_scan(x, lower_bound, theta, bias=bias)
+    mirrored = hgru_scan(x.flip(1), lower_bound, theta.flip(0), bias=bias).flip(1)
+    torch.testing.assert_close(out, mirrored, rtol=0, atol=1e-12)
+
+
+def test_gradcheck():
+    assert torch.autograd.gradcheck(hgru_scan, inputs(1, 5, 2, 2, 5))
+
+
+def test_memory_follows_the_lower_bound():
+    T, D = 50, 2
+    x = torch.zeros(1, T, 3 * D, dtype=torch.float64)
+    x[:, 0, :D] = 3.0  # only the first token says anything
+    x[:, 1:, 2 * D :] = -40.0  # every later forget gate is closed
+    lower_bound = torch.tensor([0.0, 0.9999], dtype=torch.float64)
+    h = hgru_scan(x, lower_bound, torch.zeros(1, D, dtype=torch.float64))[0, :, :D].abs()
+    assert h[1, 0] < 1e-15
+    assert h[-1, 1] > 0.99 * h[0, 1] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_the_rounding_of_the_output(dtype):
+    args = inputs(2, 33, 6, 2, 5, dtype=dtype, grad=False)
+    want = reference.hgru_scan(*args).to(dtype)
+    got = hgru_scan(*args, backend="torch")
+    assert got.dtype == dtype
+    # equal but for values that lie between two neighbours
+    assert ((got - want).abs() <= torch.finfo(dtype).eps * want.abs()).all()
+
+
+def bad(**changes):
+    x, lower_bound, theta, bias = inputs(2, 4, 3, 2, 5, dtype=torch.float32, grad=False)
+    args = dict(x=x, lower_bound=lower_bound, theta=theta, bias=bias)
+    return {**args, **{name: change(args[name]) for name, change in changes.items()}}
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (bad(x=lambda t: t[0]), r"x must be \(B, T, 3D\) or \(B, T, 5D\) with D=3, got \(4, 15\)"),
+        (bad(x=lambda t: t[..., :14]), r"with D=3, got \(2, 4, 14\)"),
+        (bad(x=lambda t: t[:, :0]), "no tokens"),
+        (bad(x=lambda t: t.long()), "floating-point"),
+        (bad(theta=lambda t: t[0]), r"theta must be \(1, 3\) or \(2, 3\), got \(3,\)"),
+        (bad(theta=lambda t: t.bfloat16()), "theta must be torch.float32 when x is torch.float32, got torch.bfloat16"),
+        (bad(x=lambda t: t.double()), "lower_bound must be torch.float64"),
+        (bad(lower_bound=lambda t: t[None]), "lower_bound must be"),
+        (bad(bias=lambda t: t[:9]), r"bias must be \(15,\)"),
+        (bad(theta=lambda t: t.to("meta")), "theta is on meta, x on cpu"),
+    ],
+)
+def test_bad_input_is_one_clear_line(args, message):
+    with pytest.raises(ValueError, match=message) as error:
+        hgru_scan(**args)
+    assert "\n" not in str(error.value)
