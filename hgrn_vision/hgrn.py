@@ -48,10 +48,16 @@ class Block(nn.Module):
         self.norm2 = norm_layer(dim, **dd)
         self.mlp = Glu(dim, int(dim * mlp_ratio), act_layer=act_layer, proj_drop=proj_drop, **dd)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drops = proj_drop > 0 or drop_path > 0
 
     def forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
-        x = x + self.drop_path(self.mixer(self.norm1(x), lower_bound))
-        x = x + self.drop_path(self.mlp(self.norm2(x)))
+        if self.training and self.drops:
+            x = x + self.drop_path(self.mixer(self.norm1(x), lower_bound))
+            x = x + self.drop_path(self.mlp(self.norm2(x)))
+        else:
+            # the same sums; the last product of each branch accumulates into the residual
+            x = self.mixer(self.norm1(x), lower_bound, x)
+            x = self.mlp(self.norm2(x), x)
         return x
 
 

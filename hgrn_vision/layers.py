@@ -1,11 +1,15 @@
 """The layers of HGRN: the HGRU token mixer, its ablations, the GLU channel mixer, and the lower bounds."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from timm.layers import is_exportable, is_scriptable, register_notrace_function
 from torch import nn
 
+from .glu import glu
 from .kernels.torch_scan import complex_scan, constant_angles
+from .recompute import recomputed
 from .scan import hgru_scan
 
 LOWER_BOUNDS = ("increasing", "none", "independent", "decreasing")
@@ -42,6 +46,28 @@ class DeferredBiasLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
+
+
+class ResidualLinear(nn.Linear):
+    """A linear layer that can add its output to a residual on the way."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if residual is None:
+            return F.linear(x, self.weight, self.bias)
+        return add_linear(residual, x, self.weight, self.bias)
+
+
+@register_notrace_function
+def add_linear(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """residual + x W^T + bias, where the product accumulates into residual + bias: one pass over memory, not three."""
+    if torch.jit.is_scripting():
+        return residual + F.linear(x, weight, bias)
+    if bias is None or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return residual + F.linear(x, weight, bias)
+    out = residual.flatten(0, -2) + bias
+    return out.addmm_(x.flatten(0, -2), weight.t()).view_as(residual)
 
 
 class RmsNorm(nn.Module):
@@ -95,7 +121,7 @@ class Hgru(nn.Module):
         else:
             self.register_buffer("theta", theta)
         self.norm = norm_layer(2 * dim, **dd)
-        self.out_proj = nn.Linear(2 * dim, dim, **dd)
+        self.out_proj = ResidualLinear(2 * dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
         # a scripted or exported model holds plain operations only
         self.backend: str | None = "torch" if is_scriptable() or is_exportable() else None
@@ -110,18 +136,35 @@ class Hgru(nn.Module):
             else:
                 self.theta.zero_()
 
-    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
-        """Mix tokens x (B, T, D); lower_bound (D,) is this layer's, in float32 or float64."""
+    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Mix tokens.
+
+        Args:
+            x: tokens (B, T, D).
+            lower_bound: this layer's, (D,), in float32 or float64.
+            residual: added to the output, which then sees no dropout.
+        """
         z = self.in_proj(x)  # (B, T, 5D), bias to come
         bias = self.in_proj.bias.to(lower_bound.dtype)
         theta = self.theta.to(lower_bound.dtype)
         if self.gate_after_norm:
             split = 3 * self.dim
             h = hgru_scan(z[..., :split], lower_bound, theta, bias=bias[:split], backend=self.backend)
-            h = self.norm(h) * F.silu(z[..., split:] + bias[split:].to(z.dtype))
-        else:
-            h = self.norm(hgru_scan(z, lower_bound, theta, bias=bias, backend=self.backend))
-        return self.proj_drop(self.out_proj(h))
+            gate = F.silu(z[..., split:] + bias[split:].to(z.dtype))
+            return self.drop(self.out_proj(self.norm(h) * gate, residual), residual)
+        h = hgru_scan(z, lower_bound, theta, bias=bias, backend=self.backend)
+        return self.drop(self.project(h, residual), residual)
+
+    def project(self, h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Norm and output projection of the gated states (B, T, 2D)."""
+        normed = self.norm(h)
+        if torch.jit.is_scripting():
+            return self.out_proj(normed, residual)
+        with recomputed(normed, partial(self.norm.forward, h.detach())):
+            return self.out_proj(normed, residual)
+
+    def drop(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return self.proj_drop(x) if residual is None else x
 
 
 class AblatedHgru(Hgru):
@@ -160,7 +203,7 @@ class AblatedHgru(Hgru):
         if self.theta is not None:
             super().reset_parameters()
 
-    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         D = self.dim
         z = self.in_proj(x).to(lower_bound.dtype) + self.in_proj.bias.to(lower_bound.dtype)
         decay, keep = self.gates(z, lower_bound)
@@ -171,7 +214,7 @@ class AblatedHgru(Hgru):
         h = self.norm(h.to(x.dtype))
         if self.gate_after_norm:
             h = h * F.silu(z[..., -2 * D :]).to(x.dtype)
-        return self.proj_drop(self.out_proj(h))
+        return self.drop(self.out_proj(h, residual), residual)
 
     def gates(self, z: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decay of the state and factor of the input, each (B, T, D)."""
@@ -214,11 +257,27 @@ class Glu(nn.Module):
     ):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        self.fc1 = nn.Linear(dim, 2 * hidden_dim, **dd)
+        self.fc1 = DeferredBiasLinear(dim, 2 * hidden_dim, **dd)
         self.act = act_layer()
-        self.fc2 = nn.Linear(hidden_dim, dim, **dd)
+        self.fc2 = ResidualLinear(hidden_dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
+        self.fused = isinstance(self.act, nn.SiLU)
+        self.backend: str | None = "torch" if is_scriptable() or is_exportable() else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, v = self.fc1(x).chunk(2, dim=-1)
-        return self.proj_drop(self.fc2(self.act(a) * v))
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Mix channels of x (B, T, D); a residual is added to the output, which then sees no dropout."""
+        z = self.fc1(x)  # (B, T, 2 * hidden), bias to come
+        out = self.fc2(self.activate(z), residual) if torch.jit.is_scripting() else self.project(z, residual)
+        return self.proj_drop(out) if residual is None else out
+
+    def activate(self, z: torch.Tensor) -> torch.Tensor:
+        if self.fused:
+            return glu(z, self.fc1.bias, self.backend)
+        a, v = (z + self.fc1.bias.to(z.dtype)).chunk(2, dim=-1)
+        return self.act(a) * v
+
+    @torch.jit.unused
+    def project(self, z: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        product = self.activate(z)
+        with recomputed(product, partial(self.activate, z.detach())):
+            return self.fc2(product, residual)

@@ -3,6 +3,7 @@
 import torch
 from timm.layers import register_notrace_function
 
+from .backend import kernels, resolve
 from .kernels import torch_scan
 
 
@@ -21,7 +22,7 @@ def hgru_scan(
         lower_bound: lower bound of the forget gate, (D,), float32, or float64 when x is.
         theta: rotation a step, (K, D), same dtype: K = 2 for both directions, K = 1 for first to last.
         bias: of the projection that made x, added here; same dtype as lower_bound.
-        backend: how to compute it, by default what suits the device.
+        backend: 'triton', 'cpu', 'torch', or 'auto'; by default what `set_backend` chose.
 
     Returns:
         The gated states (B, T, 2D) = [Re | Im] in the dtype of x.
@@ -29,7 +30,10 @@ def hgru_scan(
     if torch.jit.is_scripting():
         return torch_scan.hgru_scan(x, lower_bound, theta, bias)
     _check(x, lower_bound, theta, bias)
-    return torch_scan.hgru_scan(x, lower_bound, theta, bias)
+    backend = resolve(x, backend)
+    if backend == "torch":
+        return torch_scan.hgru_scan(x, lower_bound, theta, bias)
+    return _scan(x, lower_bound, theta, bias, backend)[0]
 
 
 def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -54,3 +58,52 @@ def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias
             raise ValueError(f"hgru_scan: {name} must be {state_dtype} when x is {x.dtype}, got {tensor.dtype}")
         if tensor.device != x.device:
             raise ValueError(f"hgru_scan: {name} is on {tensor.device}, x on {x.device}; move them to one device")
+
+
+@torch.library.custom_op("hgrn_vision::hgru_scan", mutates_args=())
+def _scan(
+    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gated states, and the states that enter each chunk of tokens, from which backward recomputes the rest."""
+    return kernels(backend).forward(x, lower_bound, theta, bias)
+
+
+@_scan.register_fake
+def _(x, lower_bound, theta, bias, backend):
+    B, T, _ = x.shape
+    K, D = theta.shape
+    return x.new_empty(B, T, 2 * D), lower_bound.new_empty(kernels(backend).states_shape(B, T, D, K))
+
+
+@torch.library.custom_op("hgrn_vision::hgru_scan_backward", mutates_args=())
+def _scan_backward(
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    lower_bound: torch.Tensor,
+    theta: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return kernels(backend).backward(dout, x, lower_bound, theta, bias, states)
+
+
+@_scan_backward.register_fake
+def _(dout, x, lower_bound, theta, bias, states, backend):
+    dbias = lower_bound.new_empty(0) if bias is None else torch.empty_like(bias)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, dbias, torch.empty_like(lower_bound), torch.empty_like(theta)
+
+
+def _save_for_backward(ctx, inputs, output):
+    x, lower_bound, theta, bias, ctx.backend = inputs
+    ctx.save_for_backward(x, lower_bound, theta, bias, output[1])
+
+
+def _backward(ctx, dout, _):
+    x, lower_bound, theta, bias, states = ctx.saved_tensors
+    dx, dbias, dlower_bound, dtheta = _scan_backward(dout, x, lower_bound, theta, bias, states, ctx.backend)
+    return dx, dlower_bound, dtheta, None if bias is None else dbias, None
+
+
+_scan.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,0 +1,68 @@
+"""glu: the activation of the channel mixer as one operation, so that its bias and its two halves cross memory once."""
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_function
+
+from .backend import kernels, resolve
+
+
+@register_notrace_function
+def glu(x: torch.Tensor, bias: torch.Tensor | None, backend: str | None = None) -> torch.Tensor:
+    """SiLU(a + bias_a) * (v + bias_v).
+
+    Args:
+        x: pre-activations (..., 2H) = [a | v] without their bias.
+        bias: (2H,).
+        backend: as for hgru_scan.
+
+    Returns:
+        (..., H).
+    """
+    if torch.jit.is_scripting():
+        return _plain(x, bias)
+    backend = resolve(x, backend)
+    if backend == "torch":
+        return _plain(x, bias)
+    return _glu(x, bias, backend)
+
+
+def _plain(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if bias is not None:
+        x = x + bias.to(x.dtype)
+    a, v = x.chunk(2, dim=-1)
+    return F.silu(a) * v
+
+
+@torch.library.custom_op("hgrn_vision::glu", mutates_args=())
+def _glu(x: torch.Tensor, bias: torch.Tensor, backend: str) -> torch.Tensor:
+    return kernels(backend).glu_forward(x, bias)
+
+
+@_glu.register_fake
+def _(x, bias, backend):
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@torch.library.custom_op("hgrn_vision::glu_backward", mutates_args=())
+def _glu_backward(
+    dout: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return kernels(backend).glu_backward(dout, x, bias)
+
+
+@_glu_backward.register_fake
+def _(dout, x, bias, backend):
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(bias)
+
+
+def _save_for_backward(ctx, inputs, output):
+    x, bias, ctx.backend = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _backward(ctx, dout):
+    return *_glu_backward(dout, *ctx.saved_tensors, ctx.backend), None
+
+
+_glu.register_autograd(_backward, setup_context=_save_for_backward)
