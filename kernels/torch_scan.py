@@ -10,8 +10,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-# levels of the doubling scan when the number of tokens is symbolic: 2**13 tokens, 1440 pixels a side at patch 16
-EXPORT_LEVELS = 13
+# with a symbolic number of tokens, chunks have this length and there are at most 2**EXPORT_LEVELS of them:
+# 16384 tokens, 128 x 128 patches
+EXPORT_CHUNK = 16
+EXPORT_LEVELS = 10
 
 
 def hgru_scan(
@@ -50,21 +52,21 @@ def complex_scan(decay: torch.Tensor, x: torch.Tensor, angles: torch.Tensor) -> 
         x: real and imaginary parts, (B, T, 2, D).
         angles: (K, 1 or B, T, D), counted from where each direction starts: the second one starts at the last token.
     """
-    h = _rotating_scan(decay, x, angles[0])
-    if angles.shape[0] == 2:
-        h = h + _rotating_scan(decay.flip(1), x.flip(1), angles[1]).flip(1)
-    return h
+    if angles.shape[0] == 1:
+        return _rotating_scan(decay, x, angles[0])
+    if isinstance(x.shape[1], int):
+        return _rotating_scan(decay, x, angles[0]) + _rotating_scan(decay.flip(1), x.flip(1), angles[1]).flip(1)
+    # an exported graph writes out every step of the scan: one scan of both directions makes half as many
+    h = _rotating_scan(torch.stack([decay, decay.flip(1)]), torch.stack([x, x.flip(1)]), angles)
+    return h[0] + h[1].flip(1)
 
 
 def _rotating_scan(decay: torch.Tensor, x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """One direction, or several along a leading dimension: decay and angle (..., T, D), x (..., T, 2, D)."""
     cos, sin = torch.cos(angle).to(x.dtype), torch.sin(angle).to(x.dtype)
-    decay = decay.unsqueeze(-2)  # (B, T, 1, D)
+    decay = decay.unsqueeze(-2)
     x = _rotate(x, cos, -sin)
-    if torch.jit.is_scripting():
-        h = _chunked_scan(decay, x)
-    else:
-        # a loop over chunks would fix the number of tokens in an exported graph
-        h = _doubling_scan(decay, x) if torch.compiler.is_exporting() else _chunked_scan(decay, x)
+    h = _chunked_scan(decay, x) if isinstance(x.shape[-3], int) else _symbolic_scan(decay, x)
     return _rotate(h, cos, sin)
 
 
@@ -101,12 +103,29 @@ def _chunked_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return states.flatten(1, 2)[:, :T]
 
 
-def _doubling_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The same recurrence in log2(T) steps without a loop over tokens; T may be symbolic."""
-    T = x.shape[1]
-    levels = (T - 1).bit_length() if isinstance(T, int) else EXPORT_LEVELS
-    for level in range(levels):
-        shift = [0, 0, 0, 0, 2**level, 0]
-        x = torch.addcmul(x, decay, F.pad(x, shift)[:, :T])
-        decay = decay * F.pad(decay, shift)[:, :T]
-    return x
+def _symbolic_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The same recurrence over dim -3 when its length is symbolic: chunks of a fixed length, carries by doubling.
+
+    Chunks are gathered, with at least one to spare: padding and reshaping to a multiple of the chunk make the exporter
+    compare lengths, and its program then refuses images of some sizes.
+    """
+    T = x.shape[-3]
+    chunks = torch.arange(T // EXPORT_CHUNK + 2, device=x.device)
+    local, reaches = [], []
+    for i in range(EXPORT_CHUNK):
+        # past the end stands the last token again, which no token sees
+        source = (chunks * EXPORT_CHUNK + i).clamp(max=T - 1)
+        step, h = decay.index_select(-3, source), x.index_select(-3, source)  # (..., N, 1, D), (..., N, 2, D)
+        local.append(torch.addcmul(h, step, local[-1]) if local else h)
+        reaches.append(reaches[-1] * step if reaches else step)
+
+    # nothing enters the first chunk; chunks before it are read as the first one, so as nothing
+    previous, has_previous = (chunks - 1).clamp(min=0), (chunks > 0).to(x.dtype).view(-1, 1, 1)
+    entering = local[-1].index_select(-3, previous) * has_previous
+    reach = reaches[-1].index_select(-3, previous) * has_previous
+    for level in range(EXPORT_LEVELS):
+        source = (chunks - 2**level).clamp(min=0)
+        entering = torch.addcmul(entering, reach, entering.index_select(-3, source))
+        reach = reach * reach.index_select(-3, source)
+    states = torch.addcmul(torch.stack(local, dim=-3), torch.stack(reaches, dim=-3), entering.unsqueeze(-3))
+    return states.flatten(-4, -3).index_select(-3, torch.arange(T, device=x.device))
