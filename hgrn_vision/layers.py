@@ -1,6 +1,7 @@
 """The layers of HGRN: the HGRU token mixer, its ablations, the GLU channel mixer, and the lower bounds."""
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,12 @@ def zero_bounds(like: torch.Tensor, depth: int) -> torch.Tensor:
     """No lower bound for any layer, (depth, D), on the device of a weight `like` (D, ...)."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.zeros(depth, like.shape[0], dtype=dtype, device=like.device)
+
+
+def forget_gate(f: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decay of the state and factor of the input from the pre-activation f; they sum to 1."""
+    # sigmoid(-f) rather than 1 - sigmoid(f), which cancels where the gate is open
+    return lower_bound + (1 - lower_bound) * torch.sigmoid(f), (1 - lower_bound) * torch.sigmoid(-f)
 
 
 class DeferredBiasLinear(nn.Linear):
@@ -80,6 +87,15 @@ class RmsNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / x.shape[-1] ** 0.5
         return x / (scale + self.eps)
+
+
+class Recurrence(NamedTuple):
+    """h_t = decay_t exp(i (angle_t - angle_(t-1))) h_(t-1) + keep_t c_t, from each end of the tokens."""
+
+    c: torch.Tensor  # real and imaginary parts, (B, T, 2, D)
+    decay: torch.Tensor  # the forget gate, (B, T, D)
+    keep: torch.Tensor  # (B, T, D)
+    angles: torch.Tensor  # counted from where each direction starts, (K, 1 or B, T, D)
 
 
 class Hgru(nn.Module):
@@ -166,6 +182,20 @@ class Hgru(nn.Module):
     def drop(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return self.proj_drop(x) if residual is None else x
 
+    def recurrence(self, x: torch.Tensor, lower_bound: torch.Tensor) -> Recurrence:
+        """What the scan computes inside itself, for analysis; arguments as for forward."""
+        z = self.in_proj(x).to(lower_bound.dtype) + self.in_proj.bias.to(lower_bound.dtype)
+        c = F.silu(z[..., : 2 * self.dim]).unflatten(-1, (2, self.dim))
+        return Recurrence(c, *self.gates(z, lower_bound), self.angles(x, lower_bound))
+
+    def gates(self, z: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decay of the state and factor of the input, each (B, T, D)."""
+        return forget_gate(z[..., 2 * self.dim : 3 * self.dim], lower_bound)
+
+    def angles(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+        """Angle turned up to each token, counted from where each direction starts, (K, 1 or B, T, D)."""
+        return constant_angles(self.theta.to(lower_bound.dtype), x.shape[1])
+
 
 class AblatedHgru(Hgru):
     """The HGRU without its input gate or forget gate, or with a theta that depends on the token (paper, section 4.3).
@@ -217,12 +247,9 @@ class AblatedHgru(Hgru):
         return self.drop(self.out_proj(h, residual), residual)
 
     def gates(self, z: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decay of the state and factor of the input, each (B, T, D)."""
         D = self.dim
         if self.forget_gate == "full":
-            f = z[..., 2 * D : 3 * D]
-            decay = lower_bound + (1 - lower_bound) * torch.sigmoid(f)
-            keep = (1 - lower_bound) * torch.sigmoid(-f)
+            decay, keep = forget_gate(z[..., 2 * D : 3 * D], lower_bound)
         else:
             decay = lower_bound.expand_as(z[..., :D])
             if self.forget_gate == "none":
@@ -233,7 +260,6 @@ class AblatedHgru(Hgru):
         return decay, keep
 
     def angles(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
-        """Angle turned up to each token, counted from where each direction starts, (K, 1 or B, T, D)."""
         if self.theta_proj is None:
             return constant_angles(self.theta.to(lower_bound.dtype), x.shape[1])
         theta = self.theta_proj(x).to(lower_bound.dtype).unflatten(-1, (-1, self.dim))  # (B, T, K, D)
