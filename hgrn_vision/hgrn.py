@@ -5,6 +5,7 @@ Images are cut into patches; there is no position embedding and no class token, 
 carries relative position. The order is patches, blocks, mean over tokens, RMS norm, linear head.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint
 from torch import nn
 
-from .layers import FORGET_GATES, LOWER_BOUNDS, AblatedHgru, Glu, Hgru, RmsNorm, lower_bounds, zero_bounds
+from .layers import FORGET_GATES, LOWER_BOUNDS, AblatedHgru, Glu, Hgru, Recurrence, RmsNorm, lower_bounds, zero_bounds
 from .weights import checkpoint_filter_fn
 
 __all__ = ["HgrnDeit"]
@@ -226,6 +227,19 @@ class HgrnDeit(nn.Module):
         if self.lower_bound is None:
             return zero_bounds(self.patch_embed.proj.weight, self.depth)
         return lower_bounds(self.lower_bound, self.lower_bound_kind)
+
+    @torch.jit.ignore
+    def recurrences(self, x: torch.Tensor) -> Iterator[Recurrence]:
+        """What each block's scan computes inside itself for images (B, C, H, W), one block after the other."""
+        x = self.embed(x)
+        for block, bound in zip(self.blocks, self.layer_bounds(), strict=False):
+            yield block.mixer.recurrence(block.norm1(x), bound)
+            x = block(x, bound)
+
+    @torch.jit.ignore
+    def forget_gates(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The decay of every token in every block for images (B, C, H, W), each (B, T, D)."""
+        return [recurrence.decay for recurrence in self.recurrences(x)]
 
     def embed(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens (B, T, D) of images (B, C, H, W)."""

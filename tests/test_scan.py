@@ -21,11 +21,13 @@ def test_torch_backend_matches_reference(shape, parts, K):
         assert relative_error(got[name], want[name]) < 1e-12, name
 
 
-@pytest.mark.parametrize("T", [1, 2, 37, 196])
-def test_export_algorithm_matches_reference(T, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    args = inputs(2, T, 5, 2, 5)
-    assert relative_error(torch_scan.hgru_scan(*args), reference.hgru_scan(*args)) < 1e-12
+@pytest.mark.parametrize("T", [1, 2, 16, 37, 196])
+def test_the_algorithm_for_symbolic_lengths_matches_reference(T):
+    x, lower_bound, theta, _ = inputs(2, T, 5, 1, 3, grad=False)
+    decay = lower_bound + (1 - lower_bound) * torch.sigmoid(x[..., 10:]).unsqueeze(-2)  # (B, T, 1, D)
+    c = torch.nn.functional.silu(x[..., :10]).unflatten(-1, (2, 5))
+    h = torch_scan._symbolic_scan(decay, (1 - decay) * c).flatten(-2)
+    assert relative_error(h, reference.hgru_scan(x, lower_bound, torch.zeros_like(theta))) < 1e-12
 
 
 def test_torch_backend_is_vectorised_over_tokens():
