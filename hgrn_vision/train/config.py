@@ -1,0 +1,249 @@
+"""The settings of a run: one dataclass, from which the flags, config.yaml and the check of a resumed run all follow."""
+
+import hashlib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+
+def recipe(default: Any, help: str) -> Any:
+    """A field that decides what is learned: changing it on an existing run is refused."""
+    return _field(default, help, "recipe")
+
+
+def machine(default: Any, help: str) -> Any:
+    """A field that decides where and how fast: free to change between two starts of a run."""
+    return _field(default, help, "machine")
+
+
+def _field(default: Any, help: str, kind: str) -> Any:
+    metadata = {"help": help, "kind": kind}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class DataSpec(NamedTuple):
+    """What the model expects of its pixels."""
+
+    input_size: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    crop_pct: float
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Every setting of a run; the defaults are the paper's recipe (arXiv 2311.04823) with DeiT's augmentation."""
+
+    data: str = machine("", "folder with train/ and val/, or the root of --dataset; the packaged digits if not given")
+    dataset: str = recipe("", "name of a timm reader, such as torch/cifar10, hfds/..., wds/...; a folder tree if empty")
+    train_split: str = recipe("train", "name of the training split")
+    val_split: str = recipe("validation", "name of the validation split; folders may call it val")
+    holdout: float = recipe(0.0, "share of the images held out for validation where there is no validation split")
+    eval_images: int | None = recipe(None, "validate on this many images only")
+
+    model: str = recipe("hgrn_deit_tiny", "any timm model name")
+    model_args: dict[str, Any] = recipe({}, "constructor arguments, such as patch_size=8 embed_dim=96")
+    pretrained: bool = recipe(False, "start from the model's published weights, with a new head")
+    img_size: int | None = recipe(None, "side of the square image; the model's own if not given")
+    drop_path: float = recipe(0.0, "stochastic depth rate of the last block")
+
+    epochs: int = recipe(300, "passes over the training set")
+    epoch_steps: int | None = recipe(None, "end each epoch after this many steps")
+    batch_size: int = recipe(2048, "images in an optimizer step, over all processes")
+    micro_batch: int = recipe(128, "images in one forward pass, the unit of randomness; must be even")
+    seed: int = recipe(0, "seed of order, augmentation, mixup, drop path and initial weights")
+
+    opt: str = recipe("adamw", "any timm optimizer name")
+    lr: float = recipe(2.5e-4, "peak learning rate for the whole batch, never rescaled")
+    betas: tuple[float, float] = recipe((0.9, 0.98), "Adam's betas, for the optimizers that have them")
+    opt_eps: float = recipe(1e-8, "Adam's epsilon, for the optimizers that have it")
+    momentum: float = recipe(0.9, "momentum, for the optimizers that have it")
+    weight_decay: float = recipe(0.1, "weight decay, not applied to biases, norms and what the model exempts")
+    layer_decay: float | None = recipe(None, "factor on the learning rate for each layer further from the head")
+    clip_grad: float = recipe(1.0, "largest gradient norm; 0 does not clip")
+    sched: Literal["cosine", "tanh", "step", "poly"] = recipe("cosine", "learning rate schedule, stepped each update")
+    warmup_epochs: float = recipe(5.0, "epochs of linear warm-up")
+    warmup_lr: float = recipe(1e-6, "learning rate at the first step of the warm-up")
+    min_lr: float = recipe(1e-5, "learning rate at the end of the schedule")
+    ema: float = recipe(0.0, "decay of the averaged weights, which are then evaluated and saved; 0 keeps none")
+
+    loss: Literal["ce", "bce"] = recipe("ce", "cross entropy, or one binary cross entropy a class")
+    smoothing: float = recipe(0.1, "label smoothing")
+    repeats: int = recipe(3, "repeated augmentation: times an image is drawn in an epoch, of as many images fewer")
+    auto_augment: str = recipe("rand-m9-mstd0.5-inc1", "timm auto-augment policy; empty for none")
+    color_jitter: float = recipe(0.3, "colour jitter, where there is no auto-augment policy")
+    scale: tuple[float, float] = recipe((0.08, 1.0), "range of the random crop's area")
+    ratio: tuple[float, float] = recipe((0.75, 4 / 3), "range of the random crop's aspect ratio")
+    hflip: float = recipe(0.5, "probability of a horizontal flip")
+    vflip: float = recipe(0.0, "probability of a vertical flip")
+    mixup: float = recipe(0.8, "mixup alpha; 0 for none")
+    cutmix: float = recipe(1.0, "cutmix alpha; 0 for none")
+    mixup_prob: float = recipe(1.0, "probability of mixup or cutmix for a micro-batch")
+    mixup_switch: float = recipe(0.5, "probability of cutmix where both are on")
+    mixup_mode: Literal["batch", "pair", "elem"] = recipe("batch", "what shares one mixing weight")
+    reprob: float = recipe(0.25, "probability of random erasing")
+    interpolation: str | None = recipe(None, "resampling filter; the model's own if not given")
+    crop_pct: float | None = recipe(None, "share of the image kept by the centre crop in validation")
+    mean: tuple[float, float, float] | None = recipe(None, "mean of the pixels; the model's own if not given")
+    std: tuple[float, float, float] | None = recipe(None, "deviation of the pixels; the model's own if not given")
+
+    teacher: str = recipe("", "timm model to distil from, such as regnety_160.deit_in1k or local-dir:RUN/model")
+    distill: Literal["logits", "features"] = recipe("logits", "what the student learns from the teacher")
+    distill_weight: float = recipe(1.0, "weight of the distillation loss beside the task's")
+    distill_temperature: float = recipe(1.0, "softmax temperature of distillation by logits")
+
+    device: str = machine("auto", "cpu, cuda or another torch device; auto takes a GPU where there is one")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = machine("auto", "autocast dtype; auto is bf16 on GPUs, else fp32")
+    compile: bool = machine(False, "torch.compile the model")
+    grad_checkpointing: bool = machine(False, "recompute activations in the backward pass to save memory")
+    channels_last: bool = machine(False, "channels_last memory layout")
+    workers: int = machine(8, "loader processes on each rank")
+    threads: int = machine(0, "CPU threads of each rank; 0 leaves torch's choice")
+    save_steps: int = machine(0, "checkpoint every so many steps, besides each epoch; 0 for none")
+    save_minutes: float = machine(15.0, "checkpoint every so many minutes, besides each epoch; 0 for none")
+    timeout_minutes: float = machine(20.0, "longest wait for another rank before the run stops")
+    max_bad_fraction: float = machine(0.01, "largest share of unreadable images in a split before the run stops")
+    tensorboard: bool = machine(False, "write TensorBoard events into the run folder")
+    wandb: str = machine("", "name of a Weights & Biases project to log to")
+
+    # last, because from here on the name no longer means the function above
+    recipe: str = recipe("paper", "named preset that the other settings start from")
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in one optimizer step, over all ranks."""
+        return self.batch_size // self.micro_batch
+
+
+def _check(config: TrainConfig) -> None:
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise ValueError(message)
+
+    for name in ("epochs", "batch_size", "micro_batch", "repeats"):
+        need(getattr(config, name) > 0, f"{name} must be at least 1, got {getattr(config, name)}")
+    for name in ("drop_path", "smoothing", "holdout", "ema", "reprob", "hflip", "vflip", "mixup_prob", "max_bad_fraction"):
+        need(0 <= getattr(config, name) <= 1, f"{name} must lie between 0 and 1, got {getattr(config, name)}")
+    for name in ("lr", "weight_decay", "clip_grad", "warmup_epochs", "workers", "save_steps", "save_minutes"):
+        need(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}")
+    need(config.micro_batch % 2 == 0, f"micro_batch must be even (mixup pairs images), got {config.micro_batch}")
+    need(
+        config.batch_size % config.micro_batch == 0,
+        f"batch_size {config.batch_size} is no multiple of micro_batch {config.micro_batch}; "
+        f"micro_batch {_largest_divisor(config.batch_size, config.micro_batch)} would do",
+    )
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return next((d for d in range(min(number, at_most), 1, -1) if number % d == 0 and d % 2 == 0), 2)
+
+
+def field_types() -> dict[str, Any]:
+    """The annotation of every field, resolved."""
+    return typing.get_type_hints(TrainConfig)
+
+
+def describe(annotation: Any) -> tuple[Any, Any, bool]:
+    """(base type, type arguments, optional) of a field's annotation."""
+    if isinstance(annotation, types.UnionType):
+        inner = next(a for a in typing.get_args(annotation) if a is not type(None))
+        base, arguments, _ = describe(inner)
+        return base, arguments, True
+    return typing.get_origin(annotation) or annotation, typing.get_args(annotation), False
+
+
+def convert(name: str, value: Any) -> Any:
+    """`value`, from YAML or JSON, as the type of field `name`."""
+    if name not in field_types():
+        raise ValueError(f"unknown setting {name!r}; --print-config lists them all")
+    base, arguments, optional = describe(field_types()[name])
+    if value is None and optional:
+        return None
+    try:
+        return _convert(base, arguments, value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"setting {name}: {value!r} is not {_spell(base, arguments)}") from error
+
+
+def _convert(base: Any, arguments: Any, value: Any) -> Any:
+    if base is Literal:
+        if value not in arguments:
+            raise ValueError(value)
+        return value
+    if base is tuple:
+        if len(value) != len(arguments) or isinstance(value, str):
+            raise ValueError(value)
+        return tuple(kind(item) for kind, item in zip(arguments, value, strict=True))
+    if base in (bool, dict, str) and not isinstance(value, base):
+        raise TypeError(value)
+    if base is int and (isinstance(value, bool) or int(value) != value):
+        raise TypeError(value)
+    return base(value)
+
+
+def _spell(base: Any, arguments: Any) -> str:
+    if base is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if base is tuple:
+        return f"{len(arguments)} numbers"
+    return {bool: "true or false", dict: "a mapping", str: "a text", int: "a whole number", float: "a number"}[base]
+
+
+def from_mapping(settings: Mapping[str, Any], base: TrainConfig | None = None) -> TrainConfig:
+    """`base` (or the defaults) with `settings` laid over it."""
+    converted = {name: convert(name, value) for name, value in settings.items()}
+    return replace(base or TrainConfig(), **converted)
+
+
+def to_mapping(config: TrainConfig) -> dict[str, Any]:
+    """The config as plain lists, numbers and texts, for YAML and JSON."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The settings in a YAML file; a run's own config.yaml is one too."""
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a YAML file: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no settings")
+    content = {key: value for key, value in content.items() if key != "versions"}
+    if set(content) <= {"recipe", "machine"} and any(isinstance(value, dict) for value in content.values()):
+        return {**content.get("recipe", {}), **content.get("machine", {})}
+    return content
+
+
+def to_yaml(config: TrainConfig, versions: Mapping[str, str] | None = None) -> str:
+    """config.yaml: the recipe, the machine, and the versions that ran it."""
+    mapping = to_mapping(config)
+    document: dict[str, Any] = {kind: {} for kind in ("recipe", "machine")}
+    for item in fields(config):
+        document[item.metadata["kind"]][item.name] = mapping[item.name]
+    if versions:
+        document["versions"] = dict(versions)
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+
+
+def recipe_changes(old: Mapping[str, Any], new: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Recipe fields whose value differs from the one a run was started with: name -> (old, new)."""
+    mapping = to_mapping(new)
+    names = [item.name for item in fields(new) if item.metadata["kind"] == "recipe" and item.name in old]
+    return {name: (old[name], mapping[name]) for name in names if old[name] != mapping[name]}
+
+
+def fold(*numbers: int) -> int:
+    """One 63-bit seed from several integers, the same on every machine."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
