@@ -1,0 +1,163 @@
+"""Checkpoints: safetensors files with the rest of the state as JSON and a checksum beside the tensors.
+
+Nothing is ever unpickled. A file is written under another name, synced, read back and renamed, so that a crash or a
+full disk leaves the last good checkpoint whole.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+_logger = logging.getLogger(__name__)
+
+Tensors = dict[str, torch.Tensor]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, or no checkpoint of this program."""
+
+
+def pack(value: Any, tensors: Tensors, name: str = "") -> Any:
+    """`value` as JSON, with its tensors moved into `tensors` under their path."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    prefix = f"{name}." if name else ""
+    if isinstance(value, Mapping):
+        return {"items": [[key, pack(item, tensors, f"{prefix}{key}")] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [pack(item, tensors, f"{prefix}{index}") for index, item in enumerate(value)]}
+    return value
+
+
+def unpack(value: Any, tensors: Tensors) -> Any:
+    """The inverse of `pack`."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "items":
+        return {key: unpack(item, tensors) for key, item in content}
+    items = [unpack(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+def checksum(tensors: Tensors, state: str) -> str:
+    """SHA-256 over the state and every tensor's name, type, shape and bytes."""
+    digest = hashlib.sha256(state.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def write(path: Path, contents: Mapping[str, Any]) -> None:
+    """Write `contents` (nested dicts, lists, numbers, tensors) to `path`, in one rename, verified."""
+    os.replace(_write_beside(path, contents), path)
+    _sync_folder(path.parent)
+
+
+def _write_beside(path: Path, contents: Mapping[str, Any]) -> Path:
+    tensors: Tensors = {}
+    state = json.dumps(pack(contents, tensors))
+    # safetensors refuses tensors that share memory, and the copy moves them off the GPU
+    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, {"state": state, "checksum": checksum(tensors, state)})
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        read(temporary)
+    except (OSError, SafetensorError, CheckpointError) as error:
+        if temporary.exists():
+            temporary.unlink()
+        raise OSError(f"cannot write {path}: {error}; the checkpoints written before are whole") from error
+    return temporary
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The contents of a checkpoint, its checksum verified; CheckpointError where anything is off."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            # copies, because the file is replaced while the tensors live on
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or not a safetensors file: {error}") from error
+    if "state" not in metadata or "checksum" not in metadata:
+        raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of a run")
+    if checksum(tensors, metadata["state"]) != metadata["checksum"]:
+        raise CheckpointError(f"{path} is damaged: its checksum does not match")
+    return unpack(json.loads(metadata["state"]), tensors)
+
+
+class Checkpoints:
+    """The checkpoints folder of a run: last, the one before it, and the best."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.last = folder / "last.safetensors"
+        self.previous = folder / "previous.safetensors"
+        self.best = folder / "best.safetensors"
+        self._last_is_good = self.last.exists()
+
+    def save(self, contents: Mapping[str, Any]) -> None:
+        """Write the newest checkpoint; the one before stays until this one is verified."""
+        temporary = _write_beside(self.last, contents)
+        # a damaged last must not push out the good one that the run was resumed from
+        if self._last_is_good:
+            os.replace(self.last, self.previous)
+        os.replace(temporary, self.last)
+        _sync_folder(self.folder)
+        self._last_is_good = True
+
+    def load(self) -> dict[str, Any] | None:
+        """The newest checkpoint that is whole; None for a new run."""
+        damage = []
+        for path in (self.last, self.previous):
+            if not path.exists():
+                continue
+            try:
+                contents = read(path)
+            except CheckpointError as error:
+                damage.append(str(error))
+                self._last_is_good = self._last_is_good and path != self.last
+                continue
+            for reason in damage:
+                _logger.warning("%s; going on from %s", reason, path)
+            return contents
+        if damage:
+            raise CheckpointError(
+                f"no usable checkpoint: {'; '.join(damage)}; restore one, or remove {self.folder.parent} to start again"
+            )
+        return None
+
+    def load_best(self) -> dict[str, Any] | None:
+        """The best checkpoint; None where there is none or it is damaged, so that the next epoch makes a new one."""
+        try:
+            return read(self.best) if self.best.exists() else None
+        except CheckpointError as error:
+            _logger.warning("%s", error)
+            return None

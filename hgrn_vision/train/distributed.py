@@ -1,0 +1,175 @@
+"""The processes of a run: who they are, and what they agree on."""
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from timm.utils.distributed import is_distributed_env, world_info_from_env
+
+from .config import TrainConfig
+
+Result = TypeVar("Result")
+
+# what torch and gloo say when the process at the other end is gone
+_LOST = ("onnection closed", "onnection reset", "Broken pipe", "imed out", "imeout", "Socket", "NCCL", "gloo")
+
+
+class LostRank(RuntimeError):
+    """Another process of the run died or did not answer in time."""
+
+
+@dataclass
+class World:
+    """This process among the processes of the run; with one process every call below is immediate."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    timeout: timedelta = timedelta(minutes=20)
+    # a gloo group beside the one that moves gradients: agreements need no GPU, and gloo can name who is missing
+    control: Any = None
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes the files and speaks to the user."""
+        return self.rank == 0
+
+    def on_main(self, function: Callable[[], Result]) -> Result:
+        """Call `function` on rank 0; every rank gets its result, or raises its error."""
+        outcome: list[Any] = [None]
+        if self.main:
+            outcome = [_attempt(function)]
+        if self.size > 1:
+            dist.broadcast_object_list(outcome, src=0, group=self.control)
+        value, error = outcome[0]
+        if error is not None:
+            raise _shared(error)
+        return value
+
+    def everywhere(self, function: Callable[[], Result]) -> Result:
+        """Call `function` on every rank; if it fails on one, all raise, so that none waits for the others."""
+        value, error = _attempt(function)
+        errors = self.gather(error)
+        failed = next((rank for rank, each in enumerate(errors) if each is not None), None)
+        if failed is None:
+            return value
+        if self.size > 1 and failed > 0:
+            raise _shared(ValueError(f"rank {failed}: {errors[failed]}"))
+        raise _shared(errors[failed])
+
+    def gather(self, value: Result) -> list[Result]:
+        """The values of all ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def sum(self, numbers: Iterable[float]) -> list[float]:
+        """Element by element sum over the ranks."""
+        numbers = list(numbers)
+        if self.size == 1:
+            return numbers
+        total = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(total, group=self.control)
+        return total.tolist()
+
+    def broadcast(self, tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """Rank 0's tensors, on every rank; the others pass None."""
+        if self.size == 1:
+            return tensors
+        layout = self.on_main(lambda: [(name, t.shape, t.dtype) for name, t in tensors.items()])
+        received = {}
+        for name, shape, dtype in layout:
+            tensor = tensors[name].contiguous() if self.main else torch.empty(shape, dtype=dtype)
+            dist.broadcast(tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor, src=0, group=self.control)
+            received[name] = tensor
+        return received
+
+    def meet(self, step: int) -> None:
+        """Wait for every rank before `step`; the error names those that did not come."""
+        if self.size == 1:
+            return
+        try:
+            dist.monitored_barrier(group=self.control, timeout=self.timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            minutes = self.timeout.total_seconds() / 60
+            reason = str(error).splitlines()[0]
+            raise LostRank(f"rank {self.rank} waited {minutes:g} minutes before step {step}: {reason}") from error
+
+    @contextmanager
+    def watched(self, step: int):
+        """Turn the many errors that a dead peer causes into one that says so."""
+        try:
+            yield
+        except LostRank:
+            raise
+        except RuntimeError as error:
+            if self.size > 1 and any(word in str(error) for word in _LOST):
+                reason = str(error).splitlines()[0]
+                raise LostRank(f"rank {self.rank} lost another rank in step {step}: {reason}") from error
+            raise
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def _attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return function(), None
+    except (ValueError, OSError, ImportError) as error:
+        return None, error
+
+
+def _shared(error: Exception) -> Exception:
+    # every rank raises the same error: only rank 0 needs to print it
+    error.shared = True
+    return error
+
+
+def start(config: TrainConfig) -> World:
+    """Join the processes that torchrun (or SLURM) started, or be the only one."""
+    device = choose_device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if not is_distributed_env():
+        return World(device=device)
+    local_rank, rank, size = world_info_from_env()
+    check_ranks(config, size)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
+    timeout = timedelta(minutes=config.timeout_minutes)
+    if device.type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    return World(rank, size, device, timeout, dist.new_group(backend="gloo", timeout=timeout))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device asked for, or the accelerator where there is one."""
+    if name == "auto":
+        name = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def check_ranks(config: TrainConfig, size: int) -> None:
+    """Refuse a number of processes that cannot share the micro-batches evenly."""
+    total = config.micro_batches
+    if total % size:
+        would_do = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+        raise ValueError(
+            f"{size} processes cannot share {total} micro-batches (batch_size {config.batch_size} / micro_batch "
+            f"{config.micro_batch}) evenly: {would_do} processes would do, or a smaller --micro-batch"
+        )

@@ -1,0 +1,62 @@
+"""What can go wrong in the middle of a run: signals, divergence, memory."""
+
+import signal
+from contextlib import contextmanager
+
+import torch
+
+from .config import TrainConfig
+
+
+class StopRequest:
+    """Remembers that the process was asked to end, so that the step at hand is finished and saved first."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._before = {}
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _frame) -> None:
+        # whoever presses Ctrl-C twice does not want to wait for the step
+        if self.name and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+
+class Diverged(RuntimeError):
+    """The loss kept becoming infinite or NaN, however often the run went back."""
+
+
+class OutOfMemory(ValueError):
+    """A micro-batch did not fit."""
+
+
+@contextmanager
+def memory_advice(config: TrainConfig, ranks: int):
+    """Turn an out-of-memory error into one line with the micro-batch to try."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        smaller = smaller_micro_batch(config, ranks)
+        advice = f"try --micro-batch {smaller} (with --allow-change on a started run)" if smaller else "use more devices"
+        hint = "" if config.grad_checkpointing else ", or --grad-checkpointing"
+        raise OutOfMemory(f"out of memory with micro-batch {config.micro_batch}: {advice}{hint}") from error
+
+
+def smaller_micro_batch(config: TrainConfig, ranks: int) -> int | None:
+    """The largest even micro-batch up to half the present one that still divides the work evenly."""
+    for size in range(config.micro_batch // 2, 1, -1):
+        if size % 2 == 0 and config.batch_size % (size * ranks) == 0:
+            return size
+    return None
