@@ -1,0 +1,119 @@
+"""Augmentation, all of it timm's: of single images in the loader processes, of whole micro-batches on the device."""
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import Mixup, create_transform
+from timm.data.auto_augment import posterize
+from timm.data.mixup import mixup_target
+from timm.data.random_erasing import RandomErasing
+from torchvision.transforms import Compose, Grayscale
+
+from .config import DataSpec, TrainConfig
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draws of random, numpy and torch (CPU) that depend on `seed` alone; the generators' states come back after."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # not torch.manual_seed: before CUDA is initialised it keeps a list of every call
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def train_transform(config: TrainConfig, spec: DataSpec) -> Callable[[Image.Image], torch.Tensor]:
+    """Random crop, flips and auto-augment policy: RGB image -> uint8 (C, H, W)."""
+    return _transform(
+        spec,
+        is_training=True,
+        scale=config.scale,
+        ratio=config.ratio,
+        hflip=config.hflip,
+        vflip=config.vflip,
+        color_jitter=config.color_jitter or None,
+        auto_augment=config.auto_augment or None,
+    )
+
+
+def eval_transform(spec: DataSpec) -> Callable[[Image.Image], torch.Tensor]:
+    """Resize and centre crop: RGB image -> uint8 (C, H, W)."""
+    return _transform(spec, crop_pct=spec.crop_pct)
+
+
+def _transform(spec: DataSpec, **options) -> Callable[[Image.Image], torch.Tensor]:
+    channels = spec.input_size[0]
+    if channels not in (1, 3):
+        raise ValueError(f"images have 1 or 3 channels, the model expects {channels}")
+    transform = create_transform(
+        spec.input_size,
+        interpolation=spec.interpolation,
+        mean=spec.mean * (3 // len(spec.mean)),
+        use_prefetcher=True,  # timm's name for leaving the result in bytes
+        **options,
+    )
+    _allow_zero_bits(transform)
+    return Compose([transform, Grayscale()]) if channels == 1 else transform
+
+
+def _allow_zero_bits(transform: Compose) -> None:
+    """Let the strongest posterisation of timm's policies keep no bits: Pillow 13 refuses what was a black image."""
+    for policy in transform.transforms:
+        chains = getattr(policy, "policy", None) or [getattr(policy, "ops", [])]
+        for op in itertools.chain.from_iterable(chains):
+            if op.aug_fn is posterize:
+                op.aug_fn = _posterize
+
+
+def _posterize(image: Image.Image, bits: int, **options) -> Image.Image:
+    return posterize(image, bits, **options) if bits else Image.new(image.mode, image.size)
+
+
+class BatchTransform:
+    """What happens to a micro-batch on the device: normalisation, random erasing, mixup or cutmix, soft targets."""
+
+    def __init__(self, config: TrainConfig, spec: DataSpec, num_classes: int):
+        self.mean = torch.tensor(spec.mean).view(1, -1, 1, 1)
+        self.std = torch.tensor(spec.std).view(1, -1, 1, 1)
+        self.num_classes = num_classes
+        self.smoothing = config.smoothing
+        # 'pixel' is DeiT's choice: noise instead of a flat colour
+        self.erase = RandomErasing(config.reprob, mode="pixel", device="cpu") if config.reprob else None
+        self.mix = None
+        if config.mixup or config.cutmix:
+            self.mix = Mixup(
+                mixup_alpha=config.mixup,
+                cutmix_alpha=config.cutmix,
+                prob=config.mixup_prob,
+                switch_prob=config.mixup_switch,
+                mode=config.mixup_mode,
+                label_smoothing=config.smoothing,
+                num_classes=num_classes,
+            )
+
+    def train(self, images: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, C, H, W) uint8, (B,) int64 -> float images, (B, classes) targets; draws from the global generators."""
+        images = self.eval(images)
+        if self.erase:
+            self.erase.device = images.device
+            images = self.erase(images)
+        if self.mix:
+            return self.mix(images, targets)
+        return images, mixup_target(targets, self.num_classes, smoothing=self.smoothing)
+
+    def eval(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, C, H, W) uint8 -> normalised float images."""
+        if self.mean.device != images.device:
+            self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
+        return images.float().div_(255).sub_(self.mean).div_(self.std)

@@ -1,0 +1,279 @@
+"""The images of a run: finding the training and the validation split, and giving both the same classes."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from timm.data.readers import create_reader
+
+from . import sources
+from .config import TrainConfig
+from .images import MAX_PIXELS, BadImage, open_image
+from .sources import Listing, Source
+
+_logger = logging.getLogger(__name__)
+
+FOLDERS = {"train": ("train", "training"), "validation": ("val", "validation", "valid")}
+STREAMS = ("wds/", "tfds/", "hfids/")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images with a number each, so that any of them can be read at any time."""
+
+    name: str
+    source: Source
+    class_names: list[str]
+    labels: np.ndarray  # (n,), numbers of class_names
+    rows: np.ndarray  # (n,), numbers of the source
+    max_pixels: int = MAX_PIXELS
+    indexed = True
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def image_name(self, index: int) -> str:
+        """What to call an image in messages and lists."""
+        return self.source.name(self.rows[index])
+
+    def load(self, index: int) -> Image.Image:
+        """An image as upright RGB; raises BadImage."""
+        try:
+            source = self.source.read(self.rows[index])
+        except OSError as error:
+            raise BadImage(error.strerror or str(error)) from error
+        return open_image(source, self.max_pixels)
+
+    def subset(self, indices: np.ndarray, name: str | None = None) -> "Split":
+        """The images with these numbers, in this order."""
+        return replace(self, name=name or self.name, labels=self.labels[indices], rows=self.rows[indices])
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Images that can only be read in turn, by one of timm's iterable readers."""
+
+    name: str
+    reader: Any
+    class_names: list[str]
+    limit: int | None = None  # images of it to use, all where None
+    max_pixels: int = MAX_PIXELS
+    indexed = False
+    labels = None
+
+    def __len__(self) -> int:
+        return min(self.reader.num_samples, self.limit or self.reader.num_samples)
+
+
+def open_splits(config: TrainConfig) -> tuple[Split | Stream, Split | Stream]:
+    """The training and the validation images, their classes matched by name."""
+    if config.dataset.startswith(STREAMS):
+        train = _open_stream(config, "train", None)
+        return train, _open_stream(config, "validation", train.class_names)
+    listing, validation = _list_both(config)
+    class_names = _read_classes(config) or listing.class_names
+    if len(class_names) < 2:
+        raise ValueError(f"only one class ({class_names[0]}) in {_where(config)}; a classifier needs at least two")
+    train = _match(listing, "train", class_names, config)
+    if validation is not None:
+        return train, _limit(_match(validation, "validation", class_names, config), config)
+    kept, held_out = stratified_holdout(train.labels, _holdout(config))
+    if not len(held_out):
+        raise ValueError(f"{_where(config)}: too few images of each class to hold any out for validation")
+    return train.subset(kept), _limit(train.subset(held_out, "validation"), config)
+
+
+def open_validation(config: TrainConfig, class_names: list[str]) -> Split | Stream:
+    """The validation images alone, for a model that knows `class_names`.
+
+    Images that come without splits are all taken, unless the config holds some out.
+    """
+    if config.dataset.startswith(STREAMS):
+        return _open_stream(config, "validation", class_names)
+    listing = _list(config, "validation")
+    if listing is not None:
+        return _limit(_match(listing, "validation", class_names, config), config)
+    everything = _match(_list(config, "train"), "validation", class_names, config)
+    if _holdout(config):
+        everything = everything.subset(stratified_holdout(everything.labels, _holdout(config))[1])
+    return _limit(everything, config)
+
+
+def steps_per_epoch(train: Split | Stream, config: TrainConfig) -> int:
+    """Optimizer steps in an epoch; images that do not fill a last batch wait for another epoch's order."""
+    steps = len(train) // config.batch_size
+    if not steps:
+        raise ValueError(
+            f"{len(train)} training images are fewer than one batch of {config.batch_size}; "
+            f"lower --batch-size (and --micro-batch) to {max(2, len(train) // 2 * 2)} or less"
+        )
+    return min(steps, config.epoch_steps or steps)
+
+
+def stratified_holdout(labels: np.ndarray, fraction: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the images kept and of those held out: the same share of every class, never all of it.
+
+    The seed is not the run's: runs with different seeds are compared on the same images.
+    """
+    labels = np.asarray(labels)
+    # RandomState and not Generator: NumPy promises that its numbers never change
+    order = np.random.RandomState(seed).permutation(len(labels))
+    held_out = []
+    for label in np.unique(labels):
+        members = order[labels[order] == label]
+        count = min(max(1, round(fraction * len(members))), len(members) - 1)
+        held_out.append(members[:count])
+    held_out = np.sort(np.concatenate(held_out)) if held_out else order
+    return np.setdiff1d(np.arange(len(labels)), held_out), held_out
+
+
+def _where(config: TrainConfig) -> str:
+    return " ".join(part for part in (config.dataset, config.data) if part) or "digits"
+
+
+def _is_digits(config: TrainConfig) -> bool:
+    return not config.dataset and config.data in ("", "digits")
+
+
+def _holdout(config: TrainConfig) -> float:
+    return config.holdout or (0.2 if _is_digits(config) else 0.0)
+
+
+def _list_both(config: TrainConfig) -> tuple[Listing, Listing | None]:
+    validation = _list(config, "validation")
+    if validation is None and not _holdout(config):
+        raise ValueError(
+            f"no validation images: {_where(config)} has no val or validation folder, and --holdout is 0; "
+            "--holdout 0.2 would hold out a fifth of the training images"
+        )
+    return _list(config, "train"), validation
+
+
+def _list(config: TrainConfig, split: str) -> Listing | None:
+    """The images of one split; None for a validation split that has to be held out of the training images."""
+    name = config.train_split if split == "train" else config.val_split
+    if config.dataset:
+        return _list_named(config, name)
+    if _is_digits(config):
+        return sources.list_digits() if split == "train" else None
+    root = Path(config.data)
+    if not root.exists():
+        raise ValueError(f"no such file or folder: {root}")
+    if root.is_file():
+        return _list_file(root, split)
+    folders = [name, *FOLDERS[split]]
+    for folder in folders:
+        if (root / folder).is_dir():
+            inside = str(root / folder)
+            return sources.list_tar(inside) if sources.has_tars(inside) else sources.list_folder(inside)
+        if (root / f"{folder}.tar").is_file():
+            return sources.list_tar(str(root / f"{folder}.tar"))
+    if split == "train":
+        return sources.list_tar(str(root)) if sources.has_tars(str(root)) else sources.list_folder(str(root))
+    return None
+
+
+def _list_named(config: TrainConfig, split: str) -> Listing:
+    """A split of a data set that timm knows by a prefix."""
+    options = {"download": config.download or None, "input_key": config.input_key, "target_key": config.target_key}
+    options = {key: value for key, value in options.items() if value}
+    if config.dataset.startswith("torch/"):
+        return sources.list_torchvision(config.dataset, config.data, split, **options)
+    if config.dataset.startswith("hfds/"):
+        return sources.list_huggingface(config.dataset, config.data, split, **options)
+    raise ValueError(f"dataset {config.dataset!r} must start with torch/, hfds/, {', '.join(STREAMS)}")
+
+
+def _list_file(path: Path, split: str) -> Listing | None:
+    if path.suffix.lower() == ".csv":
+        return sources.list_csv(str(path)) if split == "train" else None
+    if path.suffix.lower() != ".tar":
+        raise ValueError(f"{path} is neither a folder nor a .tar or .csv file")
+    listing = sources.list_tar(str(path))
+    part = sources.below(listing, FOLDERS[split])
+    return listing if part is None and split == "train" else part
+
+
+def _match(listing: Listing, name: str, class_names: list[str], config: TrainConfig) -> Split:
+    """The images whose class is among `class_names`, labelled by its number there."""
+    number = {class_name: i for i, class_name in enumerate(class_names)}
+    numbers = np.array([number.get(class_name, -1) for class_name in listing.class_names])
+    labels = numbers[listing.labels]
+    unknown = Counter(listing.class_names[label] for label in listing.labels[labels < 0])
+    if (labels < 0).all():
+        raise ValueError(
+            f"no {name} image of {_where(config)} has a class that the model knows: "
+            f"found {_some(listing.class_names)}, expected {_some(class_names)}"
+        )
+    if unknown and name == "train":
+        raise ValueError(f"{_where(config)} has training images of classes that are not listed: {_some(unknown)}")
+    if unknown:
+        _logger.warning(
+            "%d validation images are left out, their classes are not among the training classes: %s",
+            unknown.total(),
+            _some(unknown),
+        )
+    rows = np.flatnonzero(labels >= 0)
+    return Split(name, listing.source, class_names, labels[rows], rows, config.max_pixels)
+
+
+def _some(names) -> str:
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _limit(validation: Split, config: TrainConfig) -> Split:
+    """At most config.eval_images images, drawn from all classes."""
+    if not config.eval_images or config.eval_images >= len(validation):
+        return validation
+    return validation.subset(np.sort(np.random.RandomState(0).permutation(len(validation))[: config.eval_images]))
+
+
+def _read_classes(config: TrainConfig) -> list[str] | None:
+    """Class names from config.classes: a text file with one a line, or just their number."""
+    if not config.classes:
+        return None
+    if config.classes.isdigit():
+        return [str(i) for i in range(int(config.classes))]
+    names = Path(config.classes).read_text(encoding="utf-8").splitlines()
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{config.classes} names {_some(repeated)} more than once")
+    return names
+
+
+def _open_stream(config: TrainConfig, name: str, class_names: list[str] | None) -> Stream:
+    """A split of a data set that can only be read in turn."""
+    training = name == "train"
+    options = {"input_key": config.input_key or None, "target_key": config.target_key or None}
+    if not config.dataset.startswith("wds/"):
+        options["download"] = config.download
+    with sources.one_line_errors(_where(config)):
+        reader = create_reader(
+            config.dataset,
+            root=config.data or None,
+            split=config.train_split if training else config.val_split,
+            is_training=training,
+            batch_size=config.micro_batch,
+            seed=config.seed,
+            # our own decoding turns images into RGB; tfds has no other form
+            input_img_mode="RGB" if config.dataset.startswith("tfds/") else "",
+            **options,
+        )
+    class_names = class_names or _read_classes(config) or _stream_classes(reader, config)
+    if not training:
+        # every rank reads the whole stream and keeps its part: timm's own division repeats and misses images
+        reader.dist_rank, reader.dist_num_replicas = 0, 1
+    return Stream(name, reader, class_names, None if training else config.eval_images, config.max_pixels)
+
+
+def _stream_classes(reader: Any, config: TrainConfig) -> list[str]:
+    features = getattr(getattr(getattr(reader, "builder", None), "info", None), "features", None) or {}
+    names = getattr(features.get(config.target_key or "label"), "names", None)
+    if not names:
+        raise ValueError(f"{_where(config)} does not name its classes: give --classes (a file or their number)")
+    return list(names)

@@ -1,0 +1,174 @@
+"""The micro-batches of a training epoch and the batches of an evaluation.
+
+They are the same for any number of ranks and workers, and wherever in the epoch the run was started again.
+"""
+
+import itertools
+import random
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from .augment import eval_transform, seeded, train_transform
+from .config import DataSpec, TrainConfig, fold
+from .data import Split, Stream, steps_per_epoch
+from .images import BadImage
+from .streams import StreamedEpochs, StreamedEvalBatches
+from .workers import BadRecord, EvalBatch, MicroBatch, checked, data_loader, eval_batch, stop_workers
+
+REPLACEMENTS = 20  # unreadable images in a row before it is the data set that is unreadable
+
+
+class MicroBatchKey(NamedTuple):
+    """All that a loader process needs to make a micro-batch, so that it keeps no state between two."""
+
+    number: int
+    rollbacks: int
+    epoch: int
+    positions: np.ndarray  # (B,), in the epoch's order
+    indices: np.ndarray  # (B,), in the split
+
+
+def epoch_order(images: int, config: TrainConfig, epoch: int, length: int) -> np.ndarray:
+    """The first `length` images of an epoch, a function of seed and epoch; each comes config.repeats times in a row."""
+    # RandomState and not Generator: NumPy promises that its numbers never change
+    order = np.random.RandomState(fold(config.seed, epoch) % 2**32).permutation(images)
+    return order[np.arange(length) // config.repeats]
+
+
+class EpochKeys:
+    """The keys of one rank's micro-batches in an epoch, from a given step on."""
+
+    def __init__(self, train: Split, config: TrainConfig, numbers: range):
+        self.images, self.config, self.numbers = len(train), config, numbers
+        self.steps = steps_per_epoch(train, config)
+        self.epoch = self.first_step = self.rollbacks = 0
+
+    def __iter__(self) -> Iterator[MicroBatchKey]:
+        size, count = self.config.batch_size, self.config.micro_batches
+        order = epoch_order(self.images, self.config, self.epoch, self.steps * size)
+        for step, number in itertools.product(range(self.first_step, self.steps), self.numbers):
+            # dealt like cards: repeats of an image go to different micro-batches, where mixup pairs them with others
+            positions = np.arange(step * size + number, (step + 1) * size, count)
+            yield MicroBatchKey(number, self.rollbacks, self.epoch, positions, order[positions])
+
+
+class MicroBatches(Dataset):
+    """Key -> micro-batch; a ValueError comes back as the item, because raised in a worker it would lose its message."""
+
+    def __init__(self, train: Split, config: TrainConfig, spec: DataSpec):
+        self.train, self.seed, self.transform = train, config.seed, train_transform(config, spec)
+
+    def __getitem__(self, key: MicroBatchKey) -> MicroBatch | ValueError:
+        bad: list[BadRecord] = []
+        images, targets = [], []
+        for position, index in zip(key.positions.tolist(), key.indices.tolist(), strict=True):
+            with seeded(fold(self.seed, key.rollbacks, key.epoch, position)):
+                try:
+                    image, index = self._load(index, bad)
+                except ValueError as error:
+                    return error
+                images.append(self.transform(image))
+                targets.append(int(self.train.labels[index]))
+        return MicroBatch(key.number, torch.stack(images), torch.tensor(targets), bad)
+
+    def _load(self, index: int, bad: list[BadRecord]):
+        """The image, or instead of an unreadable one another that the sample's own seed draws."""
+        for _ in range(REPLACEMENTS):
+            try:
+                return self.train.load(index), index
+            except BadImage as error:
+                bad.append(BadRecord(self.train.name, index, self.train.image_name(index), str(error)))
+                index = random.randrange(len(self.train))
+        raise ValueError(f"{REPLACEMENTS} images in a row are unreadable, the last is {bad[-1].name}: {bad[-1].reason}")
+
+
+class EvalBatches(Dataset):
+    """Range of indices -> the readable images in it."""
+
+    def __init__(self, validation: Split, spec: DataSpec):
+        self.validation, self.spec, self.transform = validation, spec, eval_transform(spec)
+
+    def __getitem__(self, indices: range) -> EvalBatch:
+        bad: list[BadRecord] = []
+        images, readable = [], []
+        for index in indices:
+            try:
+                images.append(self.transform(self.validation.load(index)))
+                readable.append(index)
+            except BadImage as error:
+                bad.append(BadRecord(self.validation.name, index, self.validation.image_name(index), str(error)))
+        return eval_batch(images, self.validation.labels[readable].tolist(), readable, bad, self.spec)
+
+
+class TrainLoader:
+    """This rank's micro-batches, decoded and augmented by worker processes that stay from epoch to epoch."""
+
+    def __init__(self, train: Split | Stream, config: TrainConfig, spec: DataSpec, rank: int = 0, world_size: int = 1):
+        self.numbers = _numbers(config, rank, world_size)
+        self.steps = steps_per_epoch(train, config)
+        if train.indexed:
+            self.source = IndexedEpochs(train, config, spec, self.numbers)
+        else:
+            self.source = StreamedEpochs(train, config, spec, rank)
+
+    def epoch(self, epoch: int, first_step: int = 0, rollbacks: int = 0) -> Iterator[list[MicroBatch]]:
+        """One list of micro-batches an optimizer step, from step `first_step` on; what comes before is not read."""
+        batches = self.source.start(epoch, first_step, rollbacks)
+        for _ in range(first_step, self.steps):
+            yield [checked(next(batches))._replace(number=number) for number in self.numbers]
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self.source.close()
+
+
+def _numbers(config: TrainConfig, rank: int, world_size: int) -> range:
+    """The micro-batches of each step that are this rank's."""
+    count = config.micro_batches
+    if count % world_size:
+        possible = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise ValueError(
+            f"{world_size} processes cannot share {count} micro-batches evenly "
+            f"(batch {config.batch_size}, micro-batch {config.micro_batch}); these numbers of processes can: {possible}"
+        )
+    share = count // world_size
+    return range(rank * share, (rank + 1) * share)
+
+
+class IndexedEpochs:
+    """Epochs over images that have a number."""
+
+    def __init__(self, train: Split, config: TrainConfig, spec: DataSpec, numbers: range):
+        self.keys = EpochKeys(train, config, numbers)
+        self.loader = data_loader(MicroBatches(train, config, spec), config, config.workers, sampler=self.keys)
+        self.close = weakref.finalize(self, stop_workers, self.loader)
+
+    def start(self, epoch: int, first_step: int, rollbacks: int) -> Iterator[MicroBatch]:
+        self.keys.epoch, self.keys.first_step, self.keys.rollbacks = epoch, first_step, rollbacks
+        return iter(self.loader)
+
+
+class EvalLoader:
+    """This rank's part of the validation images; every image is in the same batch on any number of ranks."""
+
+    def __init__(
+        self, validation: Split | Stream, config: TrainConfig, spec: DataSpec, rank: int = 0, world_size: int = 1
+    ):
+        if validation.indexed:
+            starts = range(0, len(validation), config.micro_batch)
+            ranges = [range(start, min(start + config.micro_batch, len(validation))) for start in starts]
+            dataset, mine = EvalBatches(validation, spec), ranges[rank::world_size]
+            self.loader = data_loader(dataset, config, config.workers, sampler=mine)
+        else:
+            dataset = StreamedEvalBatches(validation, config, spec, rank, world_size)
+            self.loader = data_loader(dataset, config, max(1, config.workers))
+        self.close = weakref.finalize(self, stop_workers, self.loader)
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        for batch in self.loader:
+            yield checked(batch)

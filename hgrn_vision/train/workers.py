@@ -1,0 +1,98 @@
+"""What loader processes hand over, and how they are started and ended."""
+
+import signal
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from .config import DataSpec, TrainConfig
+
+
+class BadRecord(NamedTuple):
+    """An image that could not be read; the index is -1 where images have no number."""
+
+    split: str
+    index: int
+    name: str
+    reason: str
+
+
+class MicroBatch(NamedTuple):
+    """Micro-batch `number` of an optimizer step: images (B, C, H, W) uint8, targets (B,) int64."""
+
+    number: int
+    images: torch.Tensor
+    targets: torch.Tensor
+    bad: list[BadRecord]
+
+
+class EvalBatch(NamedTuple):
+    """Images (B, C, H, W) uint8, targets (B,) and indices (B,) int64; unreadable ones are left out, so B may be 0."""
+
+    images: torch.Tensor
+    targets: torch.Tensor
+    indices: torch.Tensor
+    bad: list[BadRecord]
+
+
+def eval_batch(
+    images: list[torch.Tensor], targets: list[int], indices: list[int], bad: list[BadRecord], spec: DataSpec
+) -> EvalBatch:
+    """The images that could be read, as tensors of the right shape even when there are none."""
+    empty = torch.empty(0, *spec.input_size, dtype=torch.uint8)
+    return EvalBatch(
+        torch.stack(images) if images else empty,
+        torch.tensor(targets, dtype=torch.int64),
+        torch.tensor(indices, dtype=torch.int64),
+        bad,
+    )
+
+
+def checked(batch: Any) -> Any:
+    """A worker's batch; a ValueError that came in its place is raised here, where it keeps its message."""
+    if isinstance(batch, ValueError):
+        raise batch
+    return batch
+
+
+def data_loader(
+    dataset: Dataset, config: TrainConfig, workers: int, sampler: Iterable | None = None, seed: int = 0
+) -> DataLoader:
+    """Worker processes that make whole batches of `dataset` and live until `stop_workers`."""
+    cuda = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    with warnings.catch_warnings():
+        # more workers than cores can be right: reading from a slow disk is mostly waiting
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=cuda,
+            collate_fn=_unchanged,
+            worker_init_fn=_ignore_signals,
+            # a generator of its own, or starting an epoch would draw from the global one
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+
+def stop_workers(loader: DataLoader) -> None:
+    """End the processes of `loader`; workers that ignore signals would keep the interpreter from leaving."""
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None:
+        iterator._shutdown_workers()
+        loader._iterator = None
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _ignore_signals(worker: int) -> None:
+    # the main process decides when to stop; workers end when it tells them, or when it is gone
+    for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])):
+        signal.signal(number, signal.SIG_IGN)
