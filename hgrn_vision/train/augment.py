@@ -64,7 +64,10 @@ def _transform(spec: DataSpec, **options) -> Callable[[Image.Image], torch.Tenso
         **options,
     )
     _allow_zero_bits(transform)
-    return Compose([transform, Grayscale()]) if channels == 1 else transform
+    if channels == 1:
+        # on the image, before it becomes a tensor: torchvision's version for tensors rounds down
+        transform.transforms.insert(-1, Grayscale())
+    return transform
 
 
 def _allow_zero_bits(transform: Compose) -> None:

@@ -1,7 +1,6 @@
 """What loader processes hand over, and how they are started and ended."""
 
 import signal
-import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -58,26 +57,30 @@ def checked(batch: Any) -> Any:
     return batch
 
 
+class WorkerLoader(DataLoader):
+    """A DataLoader that does not warn of more workers than cores: on slow disks, workers mostly wait."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Any number is accepted."""
+
+
 def data_loader(
     dataset: Dataset, config: TrainConfig, workers: int, sampler: Iterable | None = None, seed: int = 0
 ) -> DataLoader:
     """Worker processes that make whole batches of `dataset` and live until `stop_workers`."""
     cuda = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-    with warnings.catch_warnings():
-        # more workers than cores can be right: reading from a slow disk is mostly waiting
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=sampler,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=cuda,
-            collate_fn=_unchanged,
-            worker_init_fn=_ignore_signals,
-            # a generator of its own, or starting an epoch would draw from the global one
-            generator=torch.Generator().manual_seed(seed),
-        )
+    return WorkerLoader(
+        dataset,
+        batch_size=None,
+        sampler=sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=cuda,
+        collate_fn=_unchanged,
+        worker_init_fn=_ignore_signals,
+        # a generator of its own, or starting an epoch would draw from the global one
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 def stop_workers(loader: DataLoader) -> None:
