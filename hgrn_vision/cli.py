@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 # a command is a module of tools/ with EXAMPLE, add_arguments(parser) and run(args) -> exit code;
 # only the module of the command that was asked for is imported, so that --help answers at once
-COMMANDS = {}
+COMMANDS = {
+    "train": "train a model, or continue a run",
+}
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,17 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def _same_file(source: Path, target: Path) -> None:
+    """Make `target` another name of `source`, which is never written again, or a copy where there are no links."""
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+    os.replace(temporary, target)
+
+
 def read(path: Path) -> dict[str, Any]:
     """The contents of a checkpoint, its checksum verified; CheckpointError where anything is off."""
     try:
@@ -123,9 +135,11 @@ class Checkpoints:
         self.best = folder / "best.safetensors"
         self._last_is_good = self.last.exists()
 
-    def save(self, contents: Mapping[str, Any]) -> None:
-        """Write the newest checkpoint; the one before stays until this one is verified."""
+    def save(self, contents: Mapping[str, Any], best: bool = False) -> None:
+        """Write the newest checkpoint, which may be the best too; the one before stays until this one is verified."""
         temporary = _write_beside(self.last, contents)
+        if best:
+            _same_file(temporary, self.best)
         # a damaged last must not push out the good one that the run was resumed from
         if self._last_is_good:
             os.replace(self.last, self.previous)

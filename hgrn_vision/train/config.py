@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from .images import MAX_PIXELS
+
 
 def recipe(default: Any, help: str) -> Any:
     """A field that decides what is learned: changing it on an existing run is refused."""
@@ -48,6 +50,11 @@ class TrainConfig:
     val_split: str = recipe("validation", "name of the validation split; folders may call it val")
     holdout: float = recipe(0.0, "share of the images held out for validation where there is no validation split")
     eval_images: int | None = recipe(None, "validate on this many images only")
+    classes: str = recipe("", "text file of class names, one a line, or their number, for readers that name none")
+    input_key: str = recipe("", "name of the image column or file extension, for readers that have several")
+    target_key: str = recipe("", "name of the label column, for readers that have several")
+    download: bool = machine(False, "let the reader of --dataset download what is missing")
+    max_pixels: int = machine(MAX_PIXELS, "larger pictures are refused as decompression bombs")
 
     model: str = recipe("hgrn_deit_tiny", "any timm model name")
     model_args: dict[str, Any] = recipe({}, "constructor arguments, such as patch_size=8 embed_dim=96")
@@ -69,7 +76,7 @@ class TrainConfig:
     weight_decay: float = recipe(0.1, "weight decay, not applied to biases, norms and what the model exempts")
     layer_decay: float | None = recipe(None, "factor on the learning rate for each layer further from the head")
     clip_grad: float = recipe(1.0, "largest gradient norm; 0 does not clip")
-    sched: Literal["cosine", "tanh", "step", "poly"] = recipe("cosine", "learning rate schedule, stepped each update")
+    sched: Literal["cosine", "tanh", "poly"] = recipe("cosine", "learning rate schedule, stepped each update")
     warmup_epochs: float = recipe(5.0, "epochs of linear warm-up")
     warmup_lr: float = recipe(1e-6, "learning rate at the first step of the warm-up")
     min_lr: float = recipe(1e-5, "learning rate at the end of the schedule")
@@ -101,7 +108,7 @@ class TrainConfig:
     distill_temperature: float = recipe(1.0, "softmax temperature of distillation by logits")
 
     device: str = machine("auto", "cpu, cuda or another torch device; auto takes a GPU where there is one")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = machine("auto", "autocast dtype; auto is bf16 on GPUs, else fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = machine("auto", "of autocast; auto is bf16 on GPUs, else fp32")
     compile: bool = machine(False, "torch.compile the model")
     grad_checkpointing: bool = machine(False, "recompute activations in the backward pass to save memory")
     channels_last: bool = machine(False, "channels_last memory layout")
@@ -133,7 +140,8 @@ def _check(config: TrainConfig) -> None:
 
     for name in ("epochs", "batch_size", "micro_batch", "repeats"):
         need(getattr(config, name) > 0, f"{name} must be at least 1, got {getattr(config, name)}")
-    for name in ("drop_path", "smoothing", "holdout", "ema", "reprob", "hflip", "vflip", "mixup_prob", "max_bad_fraction"):
+    shares = ("drop_path", "smoothing", "holdout", "ema", "reprob", "hflip", "vflip", "mixup_prob", "max_bad_fraction")
+    for name in shares:
         need(0 <= getattr(config, name) <= 1, f"{name} must lie between 0 and 1, got {getattr(config, name)}")
     for name in ("lr", "weight_decay", "clip_grad", "warmup_epochs", "workers", "save_steps", "save_minutes"):
         need(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}")

@@ -51,16 +51,15 @@ class World:
             raise _shared(error)
         return value
 
-    def everywhere(self, function: Callable[[], Result]) -> Result:
+    def everywhere(self, function: Callable[[], Result], before: str = "the start") -> Result:
         """Call `function` on every rank; if it fails on one, all raise, so that none waits for the others."""
         value, error = _attempt(function)
-        errors = self.gather(error)
-        failed = next((rank for rank, each in enumerate(errors) if each is not None), None)
-        if failed is None:
+        self.meet(before)
+        if not self.sum([error is not None])[0]:
             return value
-        if self.size > 1 and failed > 0:
-            raise _shared(ValueError(f"rank {failed}: {errors[failed]}"))
-        raise _shared(errors[failed])
+        errors = self.gather(error)
+        failed = next(rank for rank, each in enumerate(errors) if each is not None)
+        raise _shared(errors[0] or ValueError(f"rank {failed}: {errors[failed]}"))
 
     def gather(self, value: Result) -> list[Result]:
         """The values of all ranks, on every rank."""
@@ -79,20 +78,8 @@ class World:
         dist.all_reduce(total, group=self.control)
         return total.tolist()
 
-    def broadcast(self, tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """Rank 0's tensors, on every rank; the others pass None."""
-        if self.size == 1:
-            return tensors
-        layout = self.on_main(lambda: [(name, t.shape, t.dtype) for name, t in tensors.items()])
-        received = {}
-        for name, shape, dtype in layout:
-            tensor = tensors[name].contiguous() if self.main else torch.empty(shape, dtype=dtype)
-            dist.broadcast(tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor, src=0, group=self.control)
-            received[name] = tensor
-        return received
-
-    def meet(self, step: int) -> None:
-        """Wait for every rank before `step`; the error names those that did not come."""
+    def meet(self, before: str) -> None:
+        """Wait for every rank; the error names those that did not come."""
         if self.size == 1:
             return
         try:
@@ -100,10 +87,10 @@ class World:
         except RuntimeError as error:
             minutes = self.timeout.total_seconds() / 60
             reason = str(error).splitlines()[0]
-            raise LostRank(f"rank {self.rank} waited {minutes:g} minutes before step {step}: {reason}") from error
+            raise LostRank(f"rank {self.rank} waited up to {minutes:g} minutes before {before}: {reason}") from error
 
     @contextmanager
-    def watched(self, step: int):
+    def watched(self, during: str):
         """Turn the many errors that a dead peer causes into one that says so."""
         try:
             yield
@@ -112,7 +99,7 @@ class World:
         except RuntimeError as error:
             if self.size > 1 and any(word in str(error) for word in _LOST):
                 reason = str(error).splitlines()[0]
-                raise LostRank(f"rank {self.rank} lost another rank in step {step}: {reason}") from error
+                raise LostRank(f"rank {self.rank} lost another rank in {during}: {reason}") from error
             raise
 
     def close(self) -> None:
@@ -142,7 +129,6 @@ def start(config: TrainConfig) -> World:
     if not is_distributed_env():
         return World(device=device)
     local_rank, rank, size = world_info_from_env()
-    check_ranks(config, size)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
     timeout = timedelta(minutes=config.timeout_minutes)
     if device.type == "cuda":

@@ -49,7 +49,7 @@ def memory_advice(config: TrainConfig, ranks: int):
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
         smaller = smaller_micro_batch(config, ranks)
-        advice = f"try --micro-batch {smaller} (with --allow-change on a started run)" if smaller else "use more devices"
+        advice = f"try --micro-batch {smaller} (--allow-change on a started run)" if smaller else "use more devices"
         hint = "" if config.grad_checkpointing else ", or --grad-checkpointing"
         raise OutOfMemory(f"out of memory with micro-batch {config.micro_batch}: {advice}{hint}") from error
 

@@ -1,0 +1,78 @@
+"""Flags from the fields of the training settings, so that there is one list of options."""
+
+import argparse
+from collections.abc import Collection
+from dataclasses import MISSING, fields
+from typing import Any, Literal
+
+import yaml
+
+from ..train.config import TrainConfig, describe, field_types
+
+
+def add_setting_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
+    """One flag a setting; a flag that is not given leaves no trace in the parsed arguments."""
+    groups = {
+        "recipe": parser.add_argument_group("recipe", "what is learned; fixed once a run has started"),
+        "machine": parser.add_argument_group("machine", "where and how fast; free to change when a run continues"),
+    }
+    types = field_types()
+    for item in fields(TrainConfig):
+        if item.name in leave_out:
+            continue
+        default = item.default_factory() if item.default is MISSING else item.default
+        groups[item.metadata["kind"]].add_argument(
+            f"--{item.name.replace('_', '-')}",
+            dest=item.name,
+            default=argparse.SUPPRESS,
+            help=f"{item.metadata['help']} [{_spell(default)}]".replace("%", "%%"),
+            **_options(types[item.name]),
+        )
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given as flags."""
+    names = {item.name for item in fields(TrainConfig)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def _options(annotation: Any) -> dict[str, Any]:
+    base, arguments, optional = describe(annotation)
+    if base is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if base is Literal:
+        return {"choices": arguments}
+    if base is dict:
+        return {"action": _KeyValues, "nargs": "+", "metavar": "KEY=VALUE"}
+    if base is tuple:
+        return {"type": arguments[0], "nargs": len(arguments), "metavar": "X"}
+    metavar = {int: "N", float: "X", str: "TEXT"}[base]
+    return {"type": _or_none(base) if optional else base, "metavar": metavar}
+
+
+def _or_none(base: type) -> Any:
+    def parse(text: str) -> Any:
+        return None if text == "none" else base(text)
+
+    # argparse names the type in its message
+    parse.__name__ = base.__name__
+    return parse
+
+
+class _KeyValues(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        pairs = [value.partition("=") for value in values]
+        for key, equals, _ in pairs:
+            if not key or not equals:
+                parser.error(f"{option_string} takes KEY=VALUE, got {key!r}")
+        setattr(namespace, self.dest, {key: yaml.safe_load(value) for key, _, value in pairs})
+
+
+def _spell(default: Any) -> str:
+    if isinstance(default, tuple):
+        return " ".join(f"{value:g}" for value in default)
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, float):
+        return f"{default:g}"
+    return str(default) if default not in (None, "", {}) else "none"

@@ -1,0 +1,232 @@
+"""Train a model: on ImageNet, on your own images, or on the digits that come with the package."""
+
+import argparse
+import logging
+import os
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ..train.config import TrainConfig, from_mapping, read_yaml, to_yaml
+from ..train.distributed import LostRank
+from ..train.engine import Progress
+from ..train.faults import Diverged
+from ..train.recipes import RECIPES
+from ..train.run import Observer, Outcome, Run, train
+from ..train.score import score
+from .flags import add_setting_flags, given_settings
+
+EXAMPLE = "hgrn-vision train /data/imagenet --recipe paper"
+
+SECONDS_BETWEEN_LINES = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command itself, then one for each setting."""
+    parser.add_argument(
+        "data",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="DATA",
+        help="folder with train/ and val/, or the root of --dataset; the packaged digits if not given",
+    )
+    parser.add_argument("--recipe", choices=RECIPES, help="named preset; paper where DATA is given, else digits")
+    parser.add_argument(
+        "--config", metavar="YAML", help="settings in a file; flags win over it, it wins over the recipe"
+    )
+    parser.add_argument("--output", metavar="DIR", help="run folder [runs/<recipe>-<model>]")
+    parser.add_argument("--eval", metavar="RUN", help="only evaluate a run's best checkpoint, or a checkpoint file")
+    parser.add_argument("--smoke", action="store_true", help="a handful of steps of everything, to see that it works")
+    parser.add_argument("--print-config", action="store_true", help="print all settings and stop")
+    parser.add_argument("--allow-change", action="store_true", help="continue a run with other recipe settings")
+    add_setting_flags(parser, leave_out=("data", "recipe"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, or evaluate; 0 when done or stopped on request, 3 when the run diverged."""
+    main = os.environ.get("RANK", "0") == "0"
+    _show_warnings(main)
+    try:
+        return _evaluate(args) if args.eval else _train(args, main)
+    except (ValueError, OSError, ImportError) as error:
+        # an error that all ranks share is told once
+        if getattr(error, "shared", False) and not main:
+            return 2
+        raise
+    except LostRank as error:
+        print(f"hgrn-vision train: {error}", file=sys.stderr)
+        return 1
+    except Diverged as error:
+        if main:
+            print(f"hgrn-vision train: {error}", file=sys.stderr)
+        return 3
+
+
+def resolve(args: argparse.Namespace) -> TrainConfig:
+    """The settings: the recipe's, then the file's, then the flags'."""
+    flags = given_settings(args)
+    flags.pop("recipe", None)
+    file = read_yaml(args.config) if args.config else {}
+    settings = {**file, **flags}
+    has_data = bool(settings.get("data") or settings.get("dataset"))
+    name = args.recipe or file.get("recipe") or ("paper" if has_data else "digits")
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}")
+    if name != "digits" and not has_data:
+        raise ValueError(f"recipe {name} needs images, for example: {RECIPES[name].command}")
+    if name == "digits" and has_data and settings["data"] != "digits":
+        raise ValueError("recipe digits is for the packaged digits; leave DATA out, or choose another recipe")
+    return from_mapping({**RECIPES[name].settings, **settings, "recipe": name})
+
+
+def _train(args: argparse.Namespace, main: bool) -> int:
+    config = resolve(args)
+    output = Path(args.output or f"runs/{config.recipe}-{config.model.replace('/', '_')}")
+    if args.smoke:
+        config, output = _shorten(config), _smoke_folder(args.output, output, main)
+    if args.print_config:
+        if main:
+            print(to_yaml(config), end="")
+        return 0
+    if main and config.data == "digits" and not args.recipe and "data" not in args:
+        print("No data given: training on the handwritten digits that come with the package.")
+    command = _command()
+    outcome = train(config, output, command, args.allow_change, Display())
+    if main:
+        _show_outcome(outcome, config)
+    return 0
+
+
+def _shorten(config: TrainConfig) -> TrainConfig:
+    return replace(config, epochs=2, epoch_steps=4, warmup_epochs=0.0, eval_images=4 * config.micro_batch)
+
+
+def _smoke_folder(given: str | None, output: Path, main: bool) -> Path:
+    if given:
+        return output
+    folder = output.with_name(f"smoke-{output.name}")
+    if main:
+        shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def _program() -> str:
+    return "python train_imagenet.py" if Path(sys.argv[0]).name == "train_imagenet.py" else "hgrn-vision train"
+
+
+def _command() -> str:
+    """The command as typed, for the report."""
+    arguments = sys.argv[1:] if "imagenet" in _program() else sys.argv[2:]
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    launcher = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', ranks)} " if ranks != "1" else ""
+    program = _program().removeprefix("python ") if launcher else _program()
+    return f"{launcher}{program} {shlex.join(arguments)}".strip()
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    result = score(args.eval, given_settings(args))
+    evaluation = result.evaluation
+    if result.main:
+        print(f"{result.path}: {result.config.model}, {result.epoch} epochs")
+        print(f"top-1 {evaluation.top1:.3f}  top-5 {evaluation.top5:.3f}  loss {evaluation.loss:.6f}")
+        print(f"{evaluation.images} images, {len(evaluation.bad)} unreadable")
+        for record in evaluation.bad[:20]:
+            print(f"  {record.name}: {record.reason}")
+    return 0
+
+
+class Display(Observer):
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+        self.top1 = float("nan")
+        self.told = 0.0
+
+    def began(self, run: Run) -> None:
+        config, world = run.config, run.world
+        parameters = sum(p.numel() for p in run.engine.model.parameters())
+        self.epochs, self.steps, self.batch_size = config.epochs, run.steps, config.batch_size
+        self.first, self.begin = run.progress.updates, time.monotonic()
+        print(
+            f"{config.model}: {parameters:,} parameters, {len(run.class_names)} classes, "
+            f"{len(run.train_split):,} training and {len(run.validation):,} validation images"
+        )
+        print(
+            f"{world.size} x {world.device.type}, batch {config.batch_size} = {config.micro_batches} x "
+            f"{config.micro_batch}, {config.epochs} epochs of {run.steps} steps, output {run.output}"
+        )
+        if run.resumed:
+            print(f"continuing after step {run.progress.updates} (epoch {run.progress.epoch + 1})")
+        sys.stdout.flush()
+        total = self.epochs * self.steps
+        self.bar = tqdm(
+            total=total, initial=self.first, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
+        )
+
+    def stepped(self, progress: Progress, loss: float, lr: float) -> None:
+        rate = (progress.updates - self.first) * self.batch_size / (time.monotonic() - self.begin)
+        self.bar.update(progress.updates - self.bar.n)
+        if not self.bar.disable:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, top-1 {self.top1:.2f}, {rate:.0f} images/s")
+        elif time.monotonic() - self.told > SECONDS_BETWEEN_LINES:
+            self.told = time.monotonic()
+            total, done = self.epochs * self.steps, progress.updates
+            print(
+                f"step {done}/{total}  loss {loss:.4f}  lr {lr:.2e}  {rate:.0f} images/s  "
+                f"left {tqdm.format_interval((total - done) * self.batch_size / rate)}",
+                flush=True,
+            )
+
+    def evaluating(self) -> None:
+        if not self.bar.disable:
+            self.bar.set_postfix_str("evaluating")
+
+    def finished_epoch(self, row: dict[str, Any], best: bool) -> None:
+        self.top1 = row["val_top1"]
+        line = (
+            f"epoch {row['epoch']}/{self.epochs}  train loss {row['train_loss']:.4f}  val loss {row['val_loss']:.4f}  "
+            f"top-1 {row['val_top1']:.2f}{'*' if best else ' '} top-5 {row['val_top5']:.2f}  "
+            f"{row['images_per_second']:.0f} images/s  data wait {row['data_wait']:.0%}"
+        )
+        tqdm.write(line)
+        sys.stdout.flush()
+        if row["epoch"] == self.epochs:
+            self.bar.close()
+
+
+def _show_outcome(outcome: Outcome, config: TrainConfig) -> None:
+    if outcome.status == "stopped":
+        print(f"stopped at step {outcome.progress.updates} ({outcome.signal or 'asked by another process'}); ", end="")
+        print("the same command continues")
+        return
+    best = outcome.progress.best or outcome.progress.history[-1]
+    print(f"{outcome.status}: top-1 {best['val_top1']:.2f}, top-5 {best['val_top5']:.2f} (epoch {best['epoch']})")
+    print(f"report:        {outcome.report}")
+    print(f"evaluate:      {_program()} --eval {outcome.output}")
+    print(f"use in Python: timm.create_model('local-dir:{outcome.output / 'model'}', pretrained=True)")
+    if outcome.status == "finished before":
+        print(f"start again:   rm -r {outcome.output} first, or give another --output")
+    elif config.recipe == "digits":
+        print(f"your images:   {_program()} FOLDER (with train/CLASS/ and val/CLASS/ inside)")
+
+
+class _Lines(logging.Handler):
+    """Messages that do not cut through the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        tqdm.write(prefix + record.getMessage(), file=sys.stderr)
+
+
+def _show_warnings(main: bool) -> None:
+    logger = logging.getLogger("hgrn_vision")
+    logger.handlers = [_Lines()] if main else [logging.NullHandler()]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

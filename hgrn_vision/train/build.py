@@ -1,0 +1,159 @@
+"""From settings to a model, its loss, its optimizer and its schedule; all of them timm's."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import timm
+import torch
+from timm.data import resolve_data_config
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from timm.task import ClassificationTask, FeatureDistillationTask, LogitDistillationTask
+from timm.task.task import TrainingTask
+from torch import nn
+
+from .config import DataSpec, TrainConfig, fold, from_mapping
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_model(config: TrainConfig, num_classes: int, pretrained: bool = False) -> nn.Module:
+    """The model with a head for `num_classes`, its initial weights a function of the seed."""
+    torch.default_generator.manual_seed(fold(config.seed))
+    arguments = dict(config.model_args)
+    if config.drop_path:
+        arguments["drop_path_rate"] = config.drop_path
+    if config.img_size:
+        arguments["img_size"] = config.img_size
+    try:
+        model = _create(config.model, num_classes, pretrained, arguments)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"cannot create model {config.model}: {str(error).splitlines()[0]}") from error
+    if config.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+def _create(name: str, num_classes: int, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **arguments)
+    except TypeError as error:
+        # convolutional models take any size and have no argument for it
+        if "'img_size'" not in str(error):
+            raise
+        arguments = {key: value for key, value in arguments.items() if key != "img_size"}
+        return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **arguments)
+
+
+def data_spec(config: TrainConfig, model: nn.Module) -> DataSpec:
+    """The pixels that the model expects, with what the settings say instead."""
+    wanted = {
+        "interpolation": config.interpolation,
+        "crop_pct": config.crop_pct,
+        "mean": config.mean,
+        "std": config.std,
+        "img_size": config.img_size,
+    }
+    cfg = resolve_data_config({key: value for key, value in wanted.items() if value}, model=model)
+    channels = getattr(model, "in_chans", cfg["input_size"][0])
+    size = (channels, *cfg["input_size"][1:])
+    mean, std = (tuple(value)[:channels] for value in (cfg["mean"], cfg["std"]))
+    return DataSpec(size, mean, std, cfg["interpolation"], cfg["crop_pct"])
+
+
+def describe_model(model: nn.Module, spec: DataSpec) -> None:
+    """Make the model's own description agree with how it is trained, so that whoever loads it feeds it likewise."""
+    model.pretrained_cfg = {
+        **model.pretrained_cfg,
+        "input_size": spec.input_size,
+        "mean": spec.mean,
+        "std": spec.std,
+        "interpolation": spec.interpolation,
+        "crop_pct": spec.crop_pct,
+        "num_classes": model.num_classes,
+    }
+
+
+def rebuild_model(contents: dict[str, Any]) -> nn.Module:
+    """The model of a checkpoint with the weights to use: the averaged ones where there are any."""
+    config = from_mapping(contents["config"])
+    model = build_model(config, len(contents["class_names"]))
+    describe_model(model, data_spec(config, model))
+    model.load_state_dict(contents["ema"] or contents["model"])
+    return model.eval()
+
+
+def autocast(config: TrainConfig, device: torch.device) -> AbstractContextManager:
+    """The precision of the forward pass."""
+    dtype = DTYPES[precision(config, device)]
+    return torch.autocast(device.type, dtype) if dtype else nullcontext()
+
+
+def precision(config: TrainConfig, device: torch.device) -> str:
+    """The name of the precision, auto resolved."""
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+def build_task(config: TrainConfig, model: nn.Module, device: torch.device) -> TrainingTask:
+    """The training loss: of the labels, and of a teacher where there is one."""
+    criterion = SoftTargetCrossEntropy() if config.loss == "ce" else BinaryCrossEntropy(smoothing=0.0)
+    if not config.teacher:
+        return ClassificationTask(model, criterion, device=device, verbose=False)
+    teacher = _build_teacher(config, model).to(device)
+    options = dict(distill_loss_weight=config.distill_weight, task_loss_weight=1.0, device=device, verbose=False)
+    if config.distill == "logits":
+        return LogitDistillationTask(model, teacher, criterion, temperature=config.distill_temperature, **options)
+    torch.default_generator.manual_seed(fold(config.seed, 1))
+    return FeatureDistillationTask(model, teacher, criterion, **options)
+
+
+def _build_teacher(config: TrainConfig, student: nn.Module) -> nn.Module:
+    try:
+        teacher = timm.create_model(config.teacher, pretrained=True)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"cannot create teacher {config.teacher}: {str(error).splitlines()[0]}") from error
+    if config.distill == "logits" and teacher.num_classes != student.num_classes:
+        raise ValueError(
+            f"teacher {config.teacher} has {teacher.num_classes} classes, the data {student.num_classes}; "
+            "only --distill features works across classes"
+        )
+    return teacher.requires_grad_(False)
+
+
+def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the parameters of `module`; timm leaves out the options that it does not have."""
+    # torch's fused AdamW makes one pass over the weights instead of a dozen, on CPUs too
+    fused = {"fused": True} if config.opt == "adamw" else {}
+    try:
+        return create_optimizer_v2(
+            module,
+            opt=config.opt,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            layer_decay=config.layer_decay,
+            betas=config.betas,
+            eps=config.opt_eps,
+            **fused,
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"optimizer {config.opt}: {error}") from error
+
+
+def build_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler:
+    """The learning rate as a function of the number of updates, `steps` of them an epoch."""
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=config.sched,
+        num_epochs=config.epochs,
+        warmup_epochs=config.warmup_epochs,
+        warmup_lr=config.warmup_lr,
+        min_lr=config.min_lr,
+        step_on_epochs=False,
+        updates_per_epoch=steps,
+    )
+    return scheduler

@@ -1,0 +1,106 @@
+"""Accuracy on the validation images, each counted exactly once on any number of processes."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from .augment import BatchTransform
+from .build import autocast
+from .config import TrainConfig
+from .distributed import World
+from .faults import memory_advice
+from .loaders import EvalLoader
+from .workers import BadRecord, EvalBatch
+
+
+@dataclass
+class Evaluation:
+    """One row for each readable validation image, in the order of the split."""
+
+    indices: np.ndarray
+    targets: np.ndarray
+    predictions: np.ndarray
+    confidence: np.ndarray
+    losses: np.ndarray
+    in_top5: np.ndarray
+    bad: list[BadRecord]
+
+    @property
+    def images(self) -> int:
+        return len(self.targets)
+
+    @property
+    def loss(self) -> float:
+        # fsum does not depend on the order of its terms, so that the number of ranks leaves no trace
+        return math.fsum(self.losses) / self.images
+
+    @property
+    def top1(self) -> float:
+        """Percent."""
+        return 100 * int((self.predictions == self.targets).sum()) / self.images
+
+    @property
+    def top5(self) -> float:
+        """Percent."""
+        return 100 * int(self.in_top5.sum()) / self.images
+
+    def confusion(self, classes: int) -> np.ndarray:
+        """Images by true class (row) and predicted class (column)."""
+        table = np.zeros((classes, classes), dtype=np.int64)
+        np.add.at(table, (self.targets, self.predictions), 1)
+        return table
+
+    def worst(self, count: int) -> np.ndarray:
+        """Rows of the wrong answers, those with the highest loss first."""
+        wrong = np.flatnonzero(self.predictions != self.targets)
+        return wrong[np.argsort(-self.losses[wrong], kind="stable")][:count]
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loader: EvalLoader, transform: BatchTransform, config: TrainConfig, world: World
+) -> Evaluation:
+    """Loss and accuracy of `model`, which is left in evaluation mode."""
+    model.eval()
+    columns: list[tuple[np.ndarray, ...]] = []
+    bad: list[BadRecord] = []
+    for batch in loader:
+        bad.extend(batch.bad)
+        if len(batch.targets):
+            with memory_advice(config, world.size):
+                columns.append(_score(model, batch, transform, config, world.device))
+    return _merge(world.gather((columns, bad)))
+
+
+def _score(
+    model: nn.Module, batch: EvalBatch, transform: BatchTransform, config: TrainConfig, device: torch.device
+) -> tuple[np.ndarray, ...]:
+    images, targets = transform.eval(batch.images.to(device)), batch.targets.to(device)
+    if config.channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    with autocast(config, device):
+        logits = model(images)
+    logits = logits.float()
+    top = logits.topk(min(5, logits.shape[-1])).indices
+    columns = (
+        batch.indices,
+        targets,
+        top[:, 0],
+        logits.softmax(-1).max(-1).values,
+        nn.functional.cross_entropy(logits, targets, reduction="none").double(),
+        (top == targets[:, None]).any(-1),
+    )
+    return tuple(column.cpu().numpy() for column in columns)
+
+
+def _merge(parts: list[tuple[list[tuple[np.ndarray, ...]], list[BadRecord]]]) -> Evaluation:
+    rows = [columns for part, _ in parts for columns in part]
+    bad = sorted(record for _, records in parts for record in records)
+    if not rows:
+        raise ValueError("not one validation image could be read")
+    merged = [np.concatenate(column) for column in zip(*rows, strict=True)]
+    order = np.argsort(merged[0], kind="stable")
+    return Evaluation(*(column[order] for column in merged), bad=bad)

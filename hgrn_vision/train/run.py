@@ -1,0 +1,351 @@
+"""The story of a run: data, model, loop, checkpoints, report; the same call continues it wherever it stopped."""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .build import build_model, data_spec, describe_model
+from .checkpoint import Checkpoints
+from .config import TrainConfig, recipe_changes, to_mapping, to_yaml
+from .data import open_splits, steps_per_epoch
+from .distributed import World, check_ranks, start
+from .engine import Engine, Progress
+from .evaluation import Evaluation, evaluate
+from .faults import Diverged, StopRequest
+from .loaders import EvalLoader, TrainLoader
+from .records import BadImages, export_model, peak_memory, versions, write_log, write_text
+from .summary import measure_gates, write_summary
+from .trackers import check_trackers, open_trackers
+from .workers import BadRecord
+
+_logger = logging.getLogger(__name__)
+
+STREAK = 3  # bad steps in a row before the run goes back to its last checkpoint
+ROLLBACKS = 3  # times it goes back before it gives up
+SAVE_BEFORE_EVALUATION = 60.0  # seconds of training that are not left unsaved while an evaluation runs
+
+
+class Observer:
+    """Is told what happens; the command line shows it, and by default nobody does."""
+
+    def began(self, run: "Run") -> None:
+        """Everything is loaded and training is about to start."""
+
+    def stepped(self, progress: Progress, loss: float, lr: float) -> None:
+        """One optimizer step is done."""
+
+    def evaluating(self) -> None:
+        """The validation images are being looked at."""
+
+    def finished_epoch(self, row: dict[str, Any], best: bool) -> None:
+        """One more row of log.csv."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended this time."""
+
+    status: Literal["finished", "finished before", "stopped"]
+    output: Path
+    progress: Progress
+    signal: str = ""
+
+    @property
+    def report(self) -> Path:
+        return self.output / "report.html"
+
+
+def train(
+    config: TrainConfig,
+    output: str | Path,
+    command: str = "",
+    allow_change: bool = False,
+    observer: Observer | None = None,
+) -> Outcome:
+    """Start the run in folder `output`, or continue it; on every process of the run."""
+    world = start(config)
+    observer = observer if observer and world.main else Observer()
+    with StopRequest() as stop:
+        run = Run(config, Path(output), world, stop, observer, command, allow_change)
+        try:
+            outcome = run.go()
+        finally:
+            run.close()
+    world.close()
+    return outcome
+
+
+class Run:
+    """A run on one rank; every method is called on all of them."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        output: Path,
+        world: World,
+        stop: StopRequest,
+        observer: Observer,
+        command: str,
+        allow_change: bool,
+    ) -> None:
+        self.config, self.output, self.world, self.stop, self.observer = config, output, world, stop, observer
+        self.command = command
+        self.checkpoints = Checkpoints(output / "checkpoints")
+        world.on_main(lambda: check_ranks(config, world.size))
+        world.on_main(lambda: check_trackers(config))
+        self.train_split, self.validation = world.everywhere(lambda: open_splits(config))
+        self.class_names = self.train_split.class_names
+        self.steps = steps_per_epoch(self.train_split, config)
+        contents = world.on_main(self.checkpoints.load)
+        self.resumed = contents is not None
+        changes = self._check_same_run(contents, allow_change) if contents else {}
+        model = world.everywhere(
+            lambda: build_model(config, len(self.class_names), pretrained=config.pretrained and not contents)
+        )
+        self.spec = data_spec(config, model)
+        describe_model(model, self.spec)
+        self.train_loader = TrainLoader(self.train_split, config, self.spec, world.rank, world.size)
+        self.eval_loader = EvalLoader(self.validation, config, self.spec, world.rank, world.size)
+        self.engine = Engine(config, world, model, self.spec, self.steps)
+        if contents:
+            self._resume(contents, changes)
+        self._prepare_output()
+
+    @property
+    def progress(self) -> Progress:
+        return self.engine.progress
+
+    def go(self) -> Outcome:
+        """Train to the end, or until asked to stop."""
+        status: Literal["finished", "finished before"] = "finished before"
+        if self.progress.epoch < self.config.epochs:
+            status = "finished"
+            self.observer.began(self)
+            while self.progress.epoch < self.config.epochs:
+                if not self._train_epoch():
+                    self._save()
+                    return Outcome("stopped", self.output, self.progress, self.stop.name)
+                self._finish_epoch()
+        if self.world.on_main(lambda: status == "finished" or not (self.output / "report.html").exists()):
+            self._write_report()
+        return Outcome(status, self.output, self.progress)
+
+    def close(self) -> None:
+        """End the loaders' processes and the trackers."""
+        self.train_loader.close()
+        self.eval_loader.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def _check_same_run(self, contents: dict[str, Any], allow_change: bool) -> dict[str, tuple[Any, Any]]:
+        """The recipe fields that differ from the checkpoint's; a ValueError where that is not allowed."""
+        if contents["class_names"] != self.class_names:
+            raise ValueError(f"the run in {self.output} was trained on other classes; give another --output")
+        changes = recipe_changes(contents["config"], self.config)
+        if contents["train_images"] != len(self.train_split):
+            changes["training images"] = (contents["train_images"], len(self.train_split))
+        listed = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changes.items())
+        if changes and not allow_change:
+            raise ValueError(
+                f"the run in {self.output} was started with other settings: {listed}; "
+                "use the old ones, give another --output, or --allow-change"
+            )
+        if changes:
+            _logger.warning("continuing with changed settings: %s", listed)
+        return changes
+
+    def _resume(self, contents: dict[str, Any], changes: dict[str, Any]) -> None:
+        try:
+            self.engine.restore(contents)
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"the checkpoint in {self.output} does not fit these settings: {reason}") from error
+        if changes:
+            self.progress.rollbacks = 0
+        if self.progress.rollbacks >= ROLLBACKS:
+            raise Diverged(self._divergence())
+        moved = {"batch_size", "epoch_steps", "repeats", "seed", "training images"} & set(changes)
+        if self.progress.step and (moved or not self.train_split.indexed):
+            _logger.warning("epoch %d starts again: its images cannot be counted off", self.progress.epoch + 1)
+            self.progress.repeat_epoch()
+        self.progress.updates = self.progress.epoch * self.steps + self.progress.step
+        best = self.world.on_main(lambda: (self.checkpoints.load_best() or {}).get("progress", {}).get("best"))
+        # killed after an epoch's best was written and before its checkpoint was, a run must not make it worse
+        if best and (not self.progress.best or best["val_top1"] > self.progress.best["val_top1"]):
+            self.progress.best = best
+        elif best is None and self.progress.epoch < self.config.epochs:
+            self.progress.best = None
+
+    def _prepare_output(self) -> None:
+        self.bad_images = self.world.on_main(lambda: BadImages(self.output / "bad_images.csv"))
+        self.world.on_main(self._write_settings)
+        if not self.resumed:
+            # something to go back to, and an output that cannot be written fails here
+            self._save()
+        self._saved_at = time.monotonic()
+        self.trackers = open_trackers(self.config, self.output, self.progress.updates) if self.world.main else []
+
+    def _write_settings(self) -> None:
+        write_text(self.output / "config.yaml", to_yaml(self.config, {**versions(), "command": self.command}))
+        write_log(self.output / "log.csv", self.progress.history)
+
+    def _contents(self) -> dict[str, Any]:
+        return {
+            **self.engine.contents(),
+            "config": to_mapping(self.config),
+            "class_names": self.class_names,
+            "train_images": len(self.train_split),
+            "versions": versions(),
+        }
+
+    def _save(self, best: bool = False) -> None:
+        self.world.on_main(lambda: self.checkpoints.save(self._contents(), best))
+        self._saved_at = time.monotonic()
+
+    def _train_epoch(self) -> bool:
+        """The steps of an epoch that are left; False if the run was asked to stop."""
+        batches = self._batches()
+        while self.progress.step < self.steps:
+            began = time.perf_counter()
+            name = f"step {self.progress.updates + 1}"
+            with self.world.watched(name):
+                step = self.world.everywhere(lambda: next(batches), name)  # noqa: B023
+                arrived = time.perf_counter()
+                result = self.engine.step(step)
+                self.progress.waited += arrived - began
+                self.progress.seconds += time.perf_counter() - began
+                bad = [record for batch in step for record in batch.bad]
+                stop, unreadable, save = self.world.sum([bool(self.stop.name), len(bad), self._save_is_due()])
+            self._show_step(result.loss)
+            if unreadable:
+                self._note_bad_images(bad)
+            if self.progress.streak >= STREAK:
+                self._roll_back()
+                batches = self._batches()
+            elif stop:
+                return False
+            elif save:
+                self._save()
+        return True
+
+    def _batches(self):
+        return self.train_loader.epoch(self.progress.epoch, self.progress.step, self.progress.rollbacks)
+
+    def _save_is_due(self) -> bool:
+        """Rank 0's clock decides; nothing is saved between bad steps, so that the last checkpoint is a good one."""
+        if not self.world.main or self.progress.streak:
+            return False
+        age = time.monotonic() - self._saved_at
+        every, minutes = self.config.save_steps, self.config.save_minutes
+        if self.progress.step == self.steps:
+            return age > SAVE_BEFORE_EVALUATION
+        return bool((every and self.progress.updates % every == 0) or (minutes and age > 60 * minutes))
+
+    def _show_step(self, loss: float) -> None:
+        self.observer.stepped(self.progress, loss, self.engine.lr)
+        for tracker in self.trackers:
+            tracker.log(self.progress.updates, {"step/loss": loss, "step/lr": self.engine.lr})
+
+    def _note_bad_images(self, records: list[BadRecord]) -> None:
+        """List unreadable images once for all ranks; too many of them end the run."""
+        found = [record for part in self.world.gather(records) for record in part]
+        if self.bad_images.add(found):
+            self.world.on_main(self.bad_images.write)
+        for split in (self.train_split, self.validation):
+            count, limit = self.bad_images.count(split.name), self.config.max_bad_fraction
+            if count > limit * len(split):
+                raise ValueError(
+                    f"{count} of {len(split)} {split.name} images are unreadable, more than --max-bad-fraction "
+                    f"{limit:g}; {self.bad_images.path} lists them"
+                )
+
+    def _roll_back(self) -> None:
+        """Return to the last checkpoint, with another seed for what follows."""
+        rollbacks, skipped = self.progress.rollbacks + 1, self.progress.skipped
+        _logger.warning("%d steps in a row were not finite: back to the last checkpoint", STREAK)
+        self.engine.restore(self.world.on_main(self.checkpoints.load))
+        self.progress.rollbacks, self.progress.skipped, self.progress.streak = rollbacks, skipped, 0
+        self._save()
+        if rollbacks >= ROLLBACKS:
+            raise Diverged(self._divergence())
+
+    def _divergence(self) -> str:
+        return (
+            f"diverged at step {self.progress.updates}: the loss or its gradient was not finite, after "
+            f"{self.progress.rollbacks} returns to the last checkpoint; lower --lr or raise --warmup-epochs "
+            "(with --allow-change), or start again with another --output"
+        )
+
+    def _finish_epoch(self) -> None:
+        self.observer.evaluating()
+        evaluation = self._evaluate()
+        progress = self.progress
+        row = self._row(evaluation)
+        progress.history.append(row)
+        best = progress.best is None or row["val_top1"] > progress.best["val_top1"]
+        if best:
+            progress.best = row
+        progress.next_epoch()
+        self._save(best)
+        self.world.on_main(lambda: self._write_epoch(best))
+        for tracker in self.trackers:
+            tracker.log(progress.updates, {f"epoch/{name}": value for name, value in row.items()})
+        self.observer.finished_epoch(row, best)
+
+    def _evaluate(self) -> Evaluation:
+        with self.world.watched("evaluation"):
+            evaluation = evaluate(
+                self.engine.eval_model, self.eval_loader, self.engine.transform, self.config, self.world
+            )
+        if evaluation.bad:
+            # every rank has the whole list already
+            self._note_bad_images(evaluation.bad if self.world.main else [])
+        return evaluation
+
+    def _row(self, evaluation: Evaluation) -> dict[str, Any]:
+        """One row of log.csv."""
+        progress = self.progress
+        seconds, waited, memory = self.world.sum([progress.seconds, progress.waited, peak_memory(self.world.device)])
+        return {
+            "epoch": progress.epoch + 1,
+            "step": progress.updates,
+            "lr": self.engine.lr,
+            "train_loss": progress.loss_sum / progress.loss_count if progress.loss_count else float("nan"),
+            "val_loss": evaluation.loss,
+            "val_top1": evaluation.top1,
+            "val_top5": evaluation.top5,
+            "images_per_second": progress.step * self.config.batch_size * self.world.size / max(seconds, 1e-9),
+            "data_wait": waited / max(seconds, 1e-9),
+            "peak_memory": memory / self.world.size,
+            "skipped_steps": progress.skipped,
+        }
+
+    def _write_epoch(self, best: bool) -> None:
+        write_log(self.output / "log.csv", self.progress.history)
+        if best:
+            export_model(self.output / "model", self.engine.eval_model, self.config, self.class_names)
+
+    def _write_report(self) -> None:
+        """The report and the exported model, both of the best epoch."""
+        contents = self.world.on_main(self.checkpoints.load_best)
+        if contents:
+            self.engine.eval_model.load_state_dict(contents["ema"] or contents["model"])
+        evaluation = self._evaluate()
+        self.world.on_main(lambda: self._write_report_file(evaluation))
+
+    def _write_report_file(self, evaluation: Evaluation) -> None:
+        if not (self.output / "model").exists():
+            export_model(self.output / "model", self.engine.eval_model, self.config, self.class_names)
+        model, transform = self.engine.eval_model, self.engine.transform
+        write_summary(
+            self.output / "report.html",
+            config=self.config,
+            command=self.command,
+            progress=self.progress,
+            validation=self.validation,
+            evaluation=evaluation,
+            gates=measure_gates(model, self.validation, self.spec, transform),
+            bad=sorted(self.bad_images.records.values()),
+        )
