@@ -1,0 +1,5 @@
+"""Charts and self-contained pages, from plain numbers, texts and pictures."""
+
+from .page import GateLayer, Mistake, ReportData, write_report
+
+__all__ = ["GateLayer", "Mistake", "ReportData", "write_report"]

@@ -1,0 +1,167 @@
+"""The report of a run: one HTML file that holds its charts and pictures and needs no network."""
+
+import base64
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+from . import charts
+from .confusion import confusion_figure
+
+MATRIX_CLASSES = 50  # above that, the most confused pairs say more than a matrix
+PAIRS = 30
+BAD_ROWS = 100
+PICTURE_SIDE = 224
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A picture with a wrong answer."""
+
+    picture: Image.Image
+    name: str
+    true: str
+    predicted: str
+    confidence: float  # the model's probability of its answer
+
+
+@dataclass(frozen=True)
+class GateLayer:
+    """The forget gate's values in one layer: counts (n,) between edges (n + 1,)."""
+
+    mean: float
+    median: float
+    counts: np.ndarray
+    edges: np.ndarray
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """All that a report shows, as plain numbers, texts and pictures."""
+
+    title: str
+    command: str
+    history: Sequence[Mapping[str, Any]] = ()  # rows of log.csv
+    result: Mapping[str, Any] = field(default_factory=dict)  # top1, top5 (percent), images, epoch
+    class_names: Sequence[str] = ()
+    confusion: np.ndarray | None = None  # (C, C), true class by predicted class
+    mistakes: Sequence[Mistake] = ()  # worst first
+    gates: Sequence[GateLayer] = ()  # first layer first
+    bad_images: Sequence[Mapping[str, Any]] = ()  # split, name, reason
+    config: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def write_report(path: str | os.PathLike, data: ReportData) -> None:
+    """Write the report; a report already there is whole until the new one replaces it."""
+    page = render(data)
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        # file names may hold bytes that are no text
+        partial.write_bytes(page.encode("utf-8", errors="replace"))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def render(data: ReportData) -> str:
+    """The page as text."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    with charts.chart_style():
+        pictures = {name: charts.to_svg(figure, name) for name, figure in _figures(data).items()}
+    return environment.get_template("template.html").render(
+        data=data,
+        charts=pictures,
+        tiles=_tiles(data),
+        mistakes=[(mistake, embed(mistake.picture), min(mistake.picture.size) < 64) for mistake in data.mistakes],
+        pairs=confused_pairs(data.confusion, data.class_names) if len(data.class_names) > MATRIX_CLASSES else None,
+        speed=_speed(data.history),
+        bad_images=list(data.bad_images)[:BAD_ROWS],
+    )
+
+
+def _figures(data: ReportData) -> dict[str, Figure]:
+    figures = {}
+    if data.history:
+        figures["accuracy"] = charts.accuracy_chart(data.history)
+        figures["loss"] = charts.loss_chart(data.history)
+        figures["learning rate"] = charts.rate_chart(data.history)
+        figures["speed"] = charts.speed_chart(data.history)
+    if data.confusion is not None and 0 < len(data.class_names) <= MATRIX_CLASSES:
+        figures["confusion"] = confusion_figure(data.confusion, data.class_names)
+    if data.gates:
+        figures["gates"] = charts.gate_chart(data.gates)
+    return figures
+
+
+def _tiles(data: ReportData) -> list[tuple[str, str]]:
+    """The headline numbers: (number, what it is)."""
+    formats = {
+        "top1": ("{:.2f}%", "top-1 accuracy"),
+        "top5": ("{:.2f}%", "top-5 accuracy"),
+        "images": ("{:,}", "validation images"),
+        "epoch": ("{}", "best epoch"),
+    }
+    known = [(key, data.result[key]) for key in formats if data.result.get(key) is not None]
+    return [(formats[key][0].format(value), formats[key][1]) for key, value in known]
+
+
+def _speed(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """What the log says about speed: (what, number)."""
+    rows = []
+    for name, label, reduce, text in (
+        ("images_per_second", "images per second, median of the epochs", np.median, "{:,.1f}"),
+        ("data_wait", "time spent waiting for data", np.mean, "{:.1%}"),
+        ("peak_memory", "peak memory", np.max, "{:,.0f} MiB"),
+        ("skipped_steps", "steps left out because of a loss that was not finite", np.max, "{:.0f}"),
+    ):
+        values = charts.column(history, name)
+        values = values[np.isfinite(values)]
+        if len(values):
+            rows.append((label, text.format(reduce(values))))
+    return rows
+
+
+def confused_pairs(confusion: np.ndarray | None, class_names: Sequence[str]) -> list[tuple[str, str, int, float]]:
+    """The most frequent mistakes: (true, predicted, count, share of the true class)."""
+    if confusion is None:
+        return []
+    wrong = confusion.copy()
+    np.fill_diagonal(wrong, 0)
+    largest = np.argsort(-wrong, axis=None, kind="stable")[:PAIRS]
+    pairs = [tuple(map(int, np.unravel_index(flat, wrong.shape))) for flat in largest]
+    return [
+        (class_names[true], class_names[guess], int(wrong[true, guess]), wrong[true, guess] / confusion[true].sum())
+        for true, guess in pairs
+        if wrong[true, guess]
+    ]
+
+
+def embed(picture: Image.Image) -> str:
+    """A picture as an address that a page can carry in itself; small ones without loss."""
+    small = picture.convert("RGB")
+    buffer = io.BytesIO()
+    if max(small.size) <= PICTURE_SIDE // 2:
+        kind = "png"
+        small.save(buffer, "PNG")
+    else:
+        kind = "jpeg"
+        small.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+        small.save(buffer, "JPEG", quality=88)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
