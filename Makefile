@@ -19,3 +19,6 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+demo: $(INSTALLED)
+	$(BIN)/python train_imagenet.py

@@ -36,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DATA",
         help="folder with train/ and val/, or the root of --dataset; the packaged digits if not given",
     )
-    parser.add_argument("--recipe", choices=RECIPES, help="named preset; paper where DATA is given, else digits")
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        default=argparse.SUPPRESS,
+        help="named preset; paper where DATA is given, else digits",
+    )
     parser.add_argument(
         "--config", metavar="YAML", help="settings in a file; flags win over it, it wins over the recipe"
     )
@@ -70,17 +75,14 @@ def run(args: argparse.Namespace) -> int:
 
 def resolve(args: argparse.Namespace) -> TrainConfig:
     """The settings: the recipe's, then the file's, then the flags'."""
-    flags = given_settings(args)
-    flags.pop("recipe", None)
-    file = read_yaml(args.config) if args.config else {}
-    settings = {**file, **flags}
+    settings = {**(read_yaml(args.config) if args.config else {}), **given_settings(args)}
     has_data = bool(settings.get("data") or settings.get("dataset"))
-    name = args.recipe or file.get("recipe") or ("paper" if has_data else "digits")
+    name = settings.get("recipe") or ("paper" if has_data else "digits")
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}")
     if name != "digits" and not has_data:
         raise ValueError(f"recipe {name} needs images, for example: {RECIPES[name].command}")
-    if name == "digits" and has_data and settings["data"] != "digits":
+    if name == "digits" and has_data and settings.get("data") != "digits":
         raise ValueError("recipe digits is for the packaged digits; leave DATA out, or choose another recipe")
     return from_mapping({**RECIPES[name].settings, **settings, "recipe": name})
 
@@ -94,7 +96,7 @@ def _train(args: argparse.Namespace, main: bool) -> int:
         if main:
             print(to_yaml(config), end="")
         return 0
-    if main and config.data == "digits" and not args.recipe and "data" not in args:
+    if main and config.data == "digits" and "data" not in args:
         print("No data given: training on the handwritten digits that come with the package.")
     command = _command()
     outcome = train(config, output, command, args.allow_change, Display())

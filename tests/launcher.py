@@ -1,0 +1,135 @@
+"""Starts real processes of the training command quickly: a server imports the package once and forks for each start.
+
+The forked process has its own memory, signals, limits and exit code, as one started from a shell; only the seconds of
+importing torch are saved. `Launcher` is the client, and the file run as a script is the server.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Process:
+    """A process that was started; its output goes to a file."""
+
+    def __init__(self, launcher: "Launcher", pid: int, log: Path) -> None:
+        self.launcher, self.pid, self.log = launcher, pid, log
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 60) -> int:
+        """Exit code, minus the signal's number for a process that one ended; it is killed when time is up."""
+        return self.launcher.ask({"wait": self.pid, "seconds": seconds})
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+
+class Launcher:
+    """Starts `train_imagenet.py ARGUMENTS` in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = folder, 0
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def ask(self, question: dict) -> int:
+        self.server.stdin.write(json.dumps(question) + "\n")
+        self.server.stdin.flush()
+        return json.loads(self.server.stdout.readline())
+
+    def start(self, *arguments, environment: dict[str, str] | None = None, file_limit: int = 0) -> Process:
+        """One process; `file_limit` is the size in bytes at which its disk is full."""
+        self.count += 1
+        log = self.folder / f"process{self.count}.txt"
+        question = {
+            "arguments": [str(argument) for argument in arguments],
+            "environment": environment or {},
+            "folder": str(self.folder),
+            "log": str(log),
+            "file_limit": file_limit,
+        }
+        return Process(self, self.ask(question), log)
+
+    def start_ranks(self, count: int, *arguments) -> list[Process]:
+        """As torchrun does, without its restarts."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        return [self.start(*arguments, environment=rank) for rank in ranks]
+
+    def run(self, *arguments, **options) -> tuple[int, str]:
+        """Exit code and output of one process."""
+        process = self.start(*arguments, **options)
+        return process.wait(), process.output
+
+    def close(self) -> None:
+        self.server.stdin.close()
+        self.server.wait()
+
+
+def serve() -> None:
+    import hgrn_vision.tools.train  # noqa: F401
+    from hgrn_vision.cli import main
+
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "wait" in question:
+            answer = wait(question["wait"], question["seconds"])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                become(question)
+                code = 1
+                try:
+                    code = main(["train", *question["arguments"]])
+                except SystemExit as stop:
+                    code = stop.code
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+        print(json.dumps(answer), flush=True)
+
+
+def become(question: dict) -> None:
+    log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(question["folder"])
+    os.environ.update(question["environment"])
+    sys.argv = ["train_imagenet.py", *question["arguments"]]
+    if question["file_limit"]:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (question["file_limit"], question["file_limit"]))
+
+
+def wait(pid: int, seconds: float) -> int:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -signal.SIGKILL
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,203 @@
+"""Training as processes that are killed, stopped, restarted and starved."""
+
+import csv
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launcher import ROOT, Launcher
+
+from hgrn_vision.train.checkpoint import read
+
+# mixup, erasing, drop path, repeated augmentation and averaged weights all on: whatever could make two runs differ
+TINY = shlex.split(
+    "--model-args patch_size=2 embed_dim=16 depth=2 --drop-path 0.3 --mixup 0.8 --cutmix 1 --reprob 0.3 --repeats 3 "
+    "--ema 0.9 --batch-size 64 --micro-batch 16 --device cpu"
+)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    launcher = Launcher(tmp_path_factory.mktemp("processes"))
+    yield launcher
+    launcher.close()
+
+
+def rows(output: Path) -> list[dict[str, str]]:
+    with open(output / "log.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def column(output: Path, name: str) -> list[float]:
+    return [float(row[name]) for row in rows(output)]
+
+
+def last(output: Path) -> dict:
+    return read(output / "checkpoints" / "last.safetensors")
+
+
+def assert_same_weights(got: dict, want: dict) -> None:
+    for part in ("model", "ema"):
+        assert got[part].keys() == want[part].keys()
+        for name, tensor in want[part].items():
+            assert torch.equal(got[part][name], tensor), f"{part} {name} differs"
+
+
+def wait_for(condition, process, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} seconds: {process.output}"
+        time.sleep(0.001)
+
+
+def wait_for_saves(output: Path, count: int, process) -> None:
+    """Until the last checkpoint was replaced `count` times."""
+    path, seen = output / "checkpoints" / "last.safetensors", set()
+
+    def enough() -> bool:
+        if path.exists():
+            seen.add(path.stat().st_mtime_ns)
+        return len(seen) > count
+
+    wait_for(enough, process)
+
+
+def test_killed_three_times_ends_in_the_same_weights(launch):
+    """The kills come at random moments, so they also hit the middle of steps, evaluations and saves."""
+    arguments = [*TINY, "--epochs", 4, "--epoch-steps", 7, "--save-steps", 2]
+    whole, killed = launch.folder / "whole", launch.folder / "killed"
+    code, output = launch.run(*arguments, "--output", whole)
+    assert code == 0, output
+    seed = random.randrange(2**32)
+    chance = random.Random(seed)
+    for _ in range(3):
+        process = launch.start(*arguments, "--output", killed)
+        wait_for_saves(killed, chance.randint(1, 4), process)
+        time.sleep(chance.uniform(0, 0.05))
+        process.send(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, f"seed {seed}: {process.output}"
+    code, output = launch.run(*arguments, "--output", killed)
+    assert code == 0, f"seed {seed}: {output}"
+    assert "continuing after step" in output
+    assert_same_weights(last(killed), last(whole))
+    same = ("epoch", "step", "lr", "train_loss", "val_loss", "val_top1", "val_top5", "skipped_steps")
+    for name in same:
+        assert column(killed, name) == column(whole, name), f"seed {seed}: {name}"
+    assert column(whole, "step") == [7, 14, 21, 28]
+
+
+def test_two_ranks_are_one_and_a_run_moves_between_them(launch):
+    """One step an epoch, so that every step's loss is a row of the log."""
+    arguments = [*TINY, "--epochs", 20, "--epoch-steps", 1, "--eval-images", 33]
+    alone, moved = launch.folder / "alone", launch.folder / "moved"
+    code, output = launch.run(*arguments, "--output", alone)
+    assert code == 0, output
+
+    def stop_ranks(signal_to: int, number: int, epochs: int) -> int:
+        ranks = launch.start_ranks(2, *arguments, "--output", moved)
+        wait_for(lambda: (moved / "log.csv").exists() and len(rows(moved)) >= epochs, ranks[0])
+        ranks[signal_to].send(number)
+        assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output
+        steps = int(last(moved)["progress"]["updates"])
+        assert f"stopped at step {steps}" in ranks[0].output
+        return steps
+
+    first = stop_ranks(1, signal.SIGUSR1, 4)
+    process = launch.start(*arguments, "--output", moved)
+    wait_for(lambda: len(rows(moved)) >= first + 3, process)
+    process.send(signal.SIGINT)
+    assert process.wait() == 0, process.output
+    assert "stopped at step" in process.output
+    ranks = launch.start_ranks(2, *arguments, "--output", moved)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output
+    assert column(moved, "step") == list(range(1, 21))
+    assert column(moved, "train_loss") == pytest.approx(column(alone, "train_loss"), abs=1e-5)
+
+
+def test_evaluation_counts_every_image_once_on_any_number_of_ranks(launch):
+    """359 held-out images do not divide by two, and the figures agree to the last digit."""
+    run = launch.folder / "scored"
+    code, output = launch.run(*TINY, "--epochs", 1, "--epoch-steps", 2, "--output", run)
+    assert code == 0, output
+    code, alone = launch.run("--eval", run)
+    assert code == 0, alone
+    ranks = launch.start_ranks(2, "--eval", run)
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert ranks[0].output == alone
+    assert "359 images, 0 unreadable" in alone
+    assert f"top-1 {column(run, 'val_top1')[0]:.3f}" in alone
+    assert ranks[1].output == ""
+
+
+def test_torchrun_restarts_a_killed_worker(launch):
+    output = launch.folder / "restarted"
+    arguments = [*TINY, "--epochs", 12, "--epoch-steps", 5, "--save-steps", 2, "--output", output]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--max-restarts", 1]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", ROOT / "train_imagenet.py", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    log = launch.folder / "torchrun.txt"
+    with open(log, "w") as stream:
+        agent = subprocess.Popen([str(part) for part in command], stdout=stream, stderr=stream, env=environment)
+    agent.output = ""
+    wait_for(lambda: (output / "log.csv").exists() and len(rows(output)) >= 2, agent)
+    os.kill(worker_pid(agent.pid, rank=1), signal.SIGKILL)
+    assert agent.wait(timeout=90) == 0, log.read_text()
+    assert "continuing after step" in log.read_text()
+    assert column(output, "step") == [5 * epoch for epoch in range(1, 13)]
+
+
+def worker_pid(agent: int, rank: int) -> int:
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    for child in children:
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in environment:
+            return int(child)
+    raise AssertionError(f"torchrun has no worker of rank {rank} among {children}")
+
+
+def test_a_rank_that_hangs_is_named(launch):
+    arguments = [*TINY, "--epochs", 200, "--timeout-minutes", 0.05, "--output", launch.folder / "hanging"]
+    ranks = launch.start_ranks(2, *arguments)
+    wait_for(lambda: "epoch 1/200" in ranks[0].output, ranks[0])
+    ranks[1].send(signal.SIGSTOP)
+    assert ranks[0].wait() == 1
+    assert "rank 0" in ranks[0].output and "rank 1" in ranks[0].output.lower().replace("ranks: 1", "rank 1")
+    assert "Traceback" not in ranks[0].output
+    ranks[1].send(signal.SIGKILL)
+    ranks[1].wait()
+
+
+def test_full_disk_keeps_the_last_checkpoint(launch):
+    output = launch.folder / "full"
+    arguments = [*TINY, "--epochs", 2, "--epoch-steps", 4, "--output", output]
+    code, said = launch.run(*arguments, file_limit=100_000)
+    assert code == 2, said
+    assert "cannot write" in said and "Traceback" not in said
+    # the first checkpoint has no optimizer state yet and fits
+    assert last(output)["progress"]["updates"] == 0
+    assert not list(output.glob("checkpoints/*.tmp"))
+    code, said = launch.run(*arguments)
+    assert code == 0, said
+    assert column(output, "step") == [4, 8]
+
+
+def test_divergence_ends_with_code_3(launch):
+    output = launch.folder / "diverged"
+    arguments = [*TINY, "--epochs", 2, "--epoch-steps", 8, "--output", output]
+    code, said = launch.run(*arguments, "--lr", 1e30, "--warmup-epochs", 0)
+    assert code == 3, said
+    assert said.count("back to the last checkpoint") == 3 and "Traceback" not in said
+    state = last(output)
+    assert state["progress"]["rollbacks"] == 3
+    assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
+    assert launch.run(*arguments, "--lr", 1e30, "--warmup-epochs", 0)[0] == 3
+    code, said = launch.run(*arguments, "--lr", 1e-3, "--warmup-epochs", 0, "--allow-change")
+    assert code == 0, said
+    assert "lr 1e+30 -> 0.001" in said
