@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,10 @@ from collections.abc import Sequence
 # only the module of the command that was asked for is imported, so that --help answers at once
 COMMANDS = {
     "train": "train a model, or continue a run",
+    "predict": "class names and probabilities for pictures",
+    "evaluate": "accuracy of a model on labelled pictures, class by class",
+    "models": "the models of this package, their size and cost",
+    "doctor": "check this machine: versions, devices, backends, space",
 }
 
 
@@ -41,7 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = argv[0] if argv and argv[0] in COMMANDS else None
     args = build_parser(command).parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        # here and not at exit, so that a reader who has gone away is noticed here
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # what is still in the buffer goes nowhere, instead of raising again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("HGRN_VISION_TRACEBACK"):
             raise

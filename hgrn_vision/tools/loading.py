@@ -11,13 +11,14 @@ import timm
 import torch
 from PIL import Image
 from safetensors import SafetensorError
-from timm.data import create_transform, resolve_data_config
+from timm.data import resolve_data_config
 from timm.layers import to_2tuple
 from timm.models import is_model
 from torch import nn
 
 from hgrn_vision import load_checkpoint
 
+from ..train.augment import eval_transform
 from ..train.config import DataSpec
 from ..train.distributed import choose_device
 
@@ -36,13 +37,14 @@ class LoadedModel:
     spec: DataSpec
     device: torch.device
 
+    def prepare(self, image: Image.Image) -> torch.Tensor:
+        """RGB image -> normalised float tensor (C, H, W), as the model saw its validation images."""
+        mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (self.spec.mean, self.spec.std))
+        return self._crop(image).float().div_(255).sub_(mean).div_(std)
+
     @cached_property
-    def transform(self) -> Callable[[Image.Image], torch.Tensor]:
-        """RGB image -> normalised float tensor (C, H, W)."""
-        spec = self.spec
-        return create_transform(
-            spec.input_size, interpolation=spec.interpolation, mean=spec.mean, std=spec.std, crop_pct=spec.crop_pct
-        )
+    def _crop(self) -> Callable[[Image.Image], torch.Tensor]:
+        return eval_transform(self.spec)
 
 
 def load_model(where: str, device: str = "auto", img_size: int | None = None, **model_args: Any) -> LoadedModel:
@@ -133,11 +135,11 @@ def _class_names(model: nn.Module, name: str) -> list[str]:
 
 def _data_spec(model: nn.Module, img_size: int | Sequence[int] | None) -> DataSpec:
     config = resolve_data_config(model=model)
-    channels, *sides = config["input_size"]
+    channels = getattr(model, "in_chans", config["input_size"][0])
     return DataSpec(
-        input_size=(channels, *to_2tuple(img_size or sides)),
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
+        input_size=(channels, *to_2tuple(img_size or config["input_size"][1:])),
+        mean=tuple(config["mean"])[:channels],
+        std=tuple(config["std"])[:channels],
         interpolation=config["interpolation"],
         crop_pct=config["crop_pct"],
     )

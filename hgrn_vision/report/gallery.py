@@ -1,0 +1,86 @@
+"""A page of pictures with their labels: one self-contained file, written as the pictures come."""
+
+import base64
+import io
+from collections.abc import Sequence
+from types import TracebackType
+from typing import IO
+
+import jinja2
+from PIL import Image
+
+SIDE = 176  # of a thumbnail, in pixels
+MOST = 2000  # pictures on a page; browsers become slow beyond
+
+_HEAD = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; --ink: #1f2328; --dim: #656d76; --card: #f6f8fa; --bar: #2a78d6; --bad: #c9352b }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --dim: #8d96a0; --card: #161b22; --bar: #4c9aff; --bad: #ff7b72 }
+}
+body { margin: 2rem auto; max-width: 78rem; padding: 0 1rem; font: 14px/1.45 system-ui, sans-serif; color: var(--ink) }
+h1 { font-size: 1.3rem; overflow-wrap: anywhere }
+main { display: grid; grid-template-columns: repeat(auto-fill, minmax(13rem, 1fr)); gap: 1rem }
+figure { margin: 0; padding: .75rem; border-radius: 8px; background: var(--card) }
+figure div { height: {{ side }}px; display: grid; place-items: center; color: var(--bad) }
+img { max-width: 100%; max-height: {{ side }}px; min-width: 64px; image-rendering: auto }
+p { margin: .3rem 0; color: var(--dim); overflow-wrap: anywhere }
+ol { list-style: none; margin: .4rem 0 0; padding: 0 }
+li { display: flex; justify-content: space-between; gap: .5rem; overflow-wrap: anywhere;
+  background: linear-gradient(var(--bar), var(--bar)) no-repeat left bottom / var(--share) 2px }
+li:first-child { font-weight: 600 }
+</style>
+<h1>{{ title }}</h1>
+<main>
+"""
+_CARD = """<figure>
+<div>{% if picture %}<img src="{{ picture }}" alt="{{ name }}">{% else %}{{ reason }}{% endif %}</div>
+<p>{{ name }}</p>
+<ol>{% for label, share in labels %}<li style="--share: {{ '%.1f%%' % (100 * share) }}">\
+<span>{{ label }}</span><span>{{ '%.1f%%' % (100 * share) }}</span></li>{% endfor %}</ol>
+</figure>
+"""
+_FOOT = """</main>
+<p>{{ total }} pictures{% if bad %}, {{ bad }} of them unreadable{% endif %}\
+{% if total > shown %}; the first {{ shown }} are shown{% endif %}.</p>
+</html>
+"""
+
+
+def thumbnail(image: Image.Image) -> str:
+    """A picture made small, as an address that a page can carry in itself."""
+    small = image.copy()
+    small.thumbnail((2 * SIDE, SIDE))
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+class Gallery:
+    """Writes the page to `file`; its end is written when the `with` block is left without an error."""
+
+    def __init__(self, file: IO[str], title: str):
+        environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
+        self._card, self._foot = environment.from_string(_CARD), environment.from_string(_FOOT)
+        self._file = file
+        self.total = self.bad = 0
+        file.write(environment.from_string(_HEAD).render(title=title, side=SIDE))
+
+    def add(self, name: str, picture: str | None, labels: Sequence[tuple[str, float]], reason: str = "") -> None:
+        """A picture with its labels and their probabilities, or with the reason why it has none."""
+        self.total += 1
+        self.bad += picture is None
+        if self.total <= MOST:
+            self._file.write(self._card.render(name=name, picture=picture, labels=labels, reason=reason))
+
+    def __enter__(self) -> "Gallery":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        if kind is None:
+            shown = min(self.total, MOST)
+            self._file.write(self._foot.render(total=self.total, bad=self.bad, shown=shown))

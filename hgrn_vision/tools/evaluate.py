@@ -1,0 +1,221 @@
+"""`hgrn-vision evaluate`: accuracy, per-class figures, confusions and calibration on labelled pictures."""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from ..report.confusion import confusion_figure
+from ..train.config import TrainConfig
+from ..train.data import Split, open_validation
+from .inference import Answer, add_inference_arguments, classify
+from .loading import load_model
+from .output import check_free, printable, whole_file
+
+EXAMPLE = "hgrn-vision evaluate runs/flowers flowers/ --output flowers-evaluation"
+FILES = ("metrics.json", "classes.csv", "confusion.csv", "confusion.png", "predictions.csv")
+BINS = 15  # of the calibration error, of equal width in confidence
+ROWS = 20  # classes printed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the command."""
+    parser.add_argument("model", help="run folder, model folder, weights file or hf-hub:NAME")
+    parser.add_argument(
+        "data", help="folder with a sub-folder a class (or val/ in it), .tar, .csv of file,label, or digits"
+    )
+    parser.add_argument("--output", metavar="FOLDER", help=f"write {', '.join(FILES)} there")
+    parser.add_argument("--force", action="store_true", help="overwrite these files")
+    parser.add_argument(
+        "--holdout", type=float, default=0.0, metavar="SHARE", help="only the share that a run with it held out of DATA"
+    )
+    add_inference_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate; 1 if any picture could not be read."""
+    if args.output:
+        check_free([Path(args.output) / name for name in FILES], args.force)
+    loaded = load_model(args.model, args.device, args.img_size)
+    config = TrainConfig(data=args.data, holdout=args.holdout, max_pixels=args.max_pixels)
+    split = open_validation(config, loaded.class_names)
+    answers = classify(loaded, range(len(split)), split.load, args.batch_size)
+    if sys.stderr.isatty():
+        answers = tqdm(answers, total=len(split), unit=" pictures", file=sys.stderr)
+    results = collect(answers, split)
+    if not len(results.true):
+        raise ValueError(f"none of the {len(split)} pictures of {args.data} could be read: {results.bad[0][1]}")
+    metrics = measure(results, len(loaded.class_names))
+    _print_summary(metrics, loaded.class_names)
+    if args.output:
+        write_files(Path(args.output), metrics, results, split)
+    if results.bad:
+        print(f"hgrn-vision evaluate: {len(results.bad)} of {len(split)} pictures could not be read", file=sys.stderr)
+    return 1 if results.bad else 0
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the model said of each readable picture, and why the others could not be read."""
+
+    index: np.ndarray  # (n,) numbers in the split
+    true: np.ndarray  # (n,) classes
+    predicted: np.ndarray  # (n,) classes
+    confidence: np.ndarray  # (n,) probability of the predicted class
+    rank: np.ndarray  # (n,) classes that the model found likelier than the true one
+    bad: list[tuple[int, str]]  # number in the split, reason
+
+
+def collect(answers: Iterable[Answer], split: Split) -> Results:
+    """The answers to a split, without their probabilities."""
+    rows, bad = [], []
+    for index, probabilities, reason, _ in answers:
+        if probabilities is None:
+            bad.append((index, reason))
+            continue
+        true, predicted = int(split.labels[index]), int(probabilities.argmax())
+        # of equal probabilities the first class comes first, as in predict
+        rank = (probabilities > probabilities[true]).sum() + (probabilities[:true] == probabilities[true]).sum()
+        rows.append((index, true, predicted, probabilities[predicted], rank))
+    index, true, predicted, confidence, rank = zip(*rows, strict=True) if rows else [()] * 5
+    return Results(
+        np.array(index, dtype=np.int64),
+        np.array(true, dtype=np.int64),
+        np.array(predicted, dtype=np.int64),
+        np.array(confidence, dtype=np.float64),
+        np.array(rank, dtype=np.int64),
+        bad,
+    )
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Figures of an evaluation; those of a class are NaN where there is nothing to divide by."""
+
+    images: int
+    top1: float
+    top5: float
+    calibration_error: float
+    precision: np.ndarray  # (C,)
+    recall: np.ndarray  # (C,)
+    f1: np.ndarray  # (C,)
+    support: np.ndarray  # (C,) pictures of the class
+    present: np.ndarray  # classes that are true or predicted at least once
+    confusion: np.ndarray  # (present, present), rows true, columns predicted
+
+    @property
+    def macro_f1(self) -> float:
+        """Mean F1 of the classes that have pictures."""
+        return float(self.f1[self.support > 0].mean())
+
+    @property
+    def macro_recall(self) -> float:
+        """Mean recall of the classes that have pictures, also called balanced accuracy."""
+        return float(self.recall[self.support > 0].mean())
+
+
+def measure(results: Results, classes: int) -> Metrics:
+    """Everything that is reported, from each picture's answer."""
+    true, predicted = results.true, results.predicted
+    hit = true == predicted
+    support, called = np.bincount(true, minlength=classes), np.bincount(predicted, minlength=classes)
+    right = np.bincount(true[hit], minlength=classes)
+    # only classes that occur: a full matrix of ten thousand classes would be 800 MB
+    present = np.union1d(true, predicted)
+    confusion = np.zeros((len(present), len(present)), dtype=np.int32)
+    np.add.at(confusion, (np.searchsorted(present, true), np.searchsorted(present, predicted)), 1)
+    with np.errstate(invalid="ignore"):
+        precision, recall, f1 = right / called, right / support, 2 * right / (support + called)
+    return Metrics(
+        images=len(true),
+        top1=float(hit.mean()),
+        top5=float((results.rank < 5).mean()),
+        calibration_error=calibration_error(results.confidence, hit),
+        precision=precision,
+        recall=recall,
+        f1=f1,
+        support=support,
+        present=present,
+        confusion=confusion,
+    )
+
+
+def calibration_error(confidence: np.ndarray, hit: np.ndarray) -> float:
+    """Expected calibration error: mean distance of confidence and accuracy over bins of confidence."""
+    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    gaps = np.bincount(bins, weights=confidence - hit, minlength=BINS)
+    return float(np.abs(gaps).sum() / len(hit))
+
+
+def _print_summary(metrics: Metrics, class_names: list[str]) -> None:
+    sys.stdout.reconfigure(errors="replace")
+    for name, value in _headline(metrics).items():
+        print(f"{name.replace('_', ' '):<18} {value if name == 'images' else f'{value:.2f}%'}")
+    classes = np.flatnonzero(metrics.support)
+    weakest = classes[np.argsort(metrics.f1[classes], kind="stable")][:ROWS]
+    if len(classes) > ROWS:
+        print(f"\nthe {ROWS} weakest of {len(classes)} classes (--output writes all)")
+    shown = weakest if len(classes) > ROWS else classes
+    width = max(5, *(len(printable(class_names[i])) for i in shown))
+    print(f"\n{'class':<{width}}  images  precision  recall      F1")
+    for i in shown:
+        figures = (metrics.precision[i], metrics.recall[i], metrics.f1[i])
+        precision, recall, f1 = ("-" if np.isnan(value) else f"{100 * value:.1f}%" for value in figures)
+        name = printable(class_names[i])
+        print(f"{name:<{width}}  {metrics.support[i]:>6}  {precision:>9}  {recall:>6}  {f1:>6}")
+
+
+def _headline(metrics: Metrics) -> dict[str, Any]:
+    """The figures of the whole set, shares in percent."""
+    names = ("top1", "top5", "macro_recall", "macro_f1", "calibration_error")
+    return {"images": metrics.images, **{name: round(100 * getattr(metrics, name), 4) for name in names}}
+
+
+def write_files(folder: Path, metrics: Metrics, results: Results, split: Split) -> None:
+    """The five files of an evaluation."""
+    names = split.class_names
+    with whole_file(folder / "metrics.json") as file:
+        json.dump({**_headline(metrics), "unreadable": len(results.bad), "classes": len(names)}, file, indent=2)
+        file.write("\n")
+    figures = zip(metrics.support.tolist(), metrics.precision, metrics.recall, metrics.f1, strict=True)
+    rows = ([name, n, *map(_cell, cells)] for name, (n, *cells) in zip(names, figures, strict=True))
+    _write_csv(folder / "classes.csv", ["class", "images", "precision", "recall", "f1"], rows)
+    present = [names[i] for i in metrics.present]
+    rows = ([name, *counts] for name, counts in zip(present, map(np.ndarray.tolist, metrics.confusion), strict=True))
+    _write_csv(folder / "confusion.csv", ["true \\ predicted", *present], rows)
+    with whole_file(folder / "confusion.png", binary=True) as file:
+        confusion_figure(metrics.confusion, present).savefig(file, format="png", dpi=120)
+    _write_csv(
+        folder / "predictions.csv",
+        ["file", "true", "predicted", "probability", "error"],
+        _prediction_rows(results, split),
+    )
+
+
+def _prediction_rows(results: Results, split: Split) -> Iterable[list[Any]]:
+    names, bad = split.class_names, dict(results.bad)
+    answers = zip(results.predicted, results.confidence, strict=True)
+    for index in range(len(split)):
+        predicted, probability, reason = "", "", bad.get(index, "")
+        if not reason:
+            label, confidence = next(answers)
+            predicted, probability = names[label], f"{confidence:.6g}"
+        yield [split.image_name(index), names[split.labels[index]], predicted, probability, reason]
+
+
+def _cell(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:.6g}"
+
+
+def _write_csv(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:
+    with whole_file(path) as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)

@@ -1,0 +1,107 @@
+"""Classifying many pictures: decoded ahead by threads, in batches, in order, in memory that does not grow."""
+
+import argparse
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ..train.images import MAX_PIXELS, BadImage
+from .loading import LoadedModel
+
+Item = TypeVar("Item")
+
+
+class Answer(NamedTuple, Generic[Item]):
+    """What became of one input: a probability for each class, or the reason why there are none."""
+
+    item: Item
+    probabilities: np.ndarray | None
+    reason: str = ""
+    extra: Any = None  # what `look` made of the picture
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def add_inference_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that every command over many pictures has."""
+    parser.add_argument(
+        "--img-size", type=at_least_one, metavar="N", help="side of the model's input (default: as trained)"
+    )
+    parser.add_argument(
+        "--batch-size", type=at_least_one, default=32, metavar="N", help="pictures at once (default 32)"
+    )
+    parser.add_argument(
+        "--max-pixels", type=at_least_one, default=MAX_PIXELS, metavar="N", help="refuse larger pictures"
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
+
+
+def classify(
+    loaded: LoadedModel,
+    items: Iterable[Item],
+    read: Callable[[Item], Image.Image],
+    batch_size: int = 32,
+    look: Callable[[Image.Image], Any] | None = None,
+) -> Iterator[Answer]:
+    """One answer for each item, in their order.
+
+    Args:
+        loaded: the model.
+        items: what to classify; only a few batches of it are drawn ahead.
+        read: the picture of an item as RGB; raises BadImage.
+        batch_size: pictures in one forward pass.
+        look: called with every picture as it is decoded, for the answer's `extra`.
+    """
+
+    def decode(item: Item) -> tuple[torch.Tensor, Any]:
+        image = read(item)
+        return loaded.prepare(image), look(image) if look else None
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        pending: deque[tuple[Item, Future]] = deque()
+        source = iter(items)
+        try:
+            while True:
+                # one batch is decoded while the other is in the model
+                for item in itertools.islice(source, 2 * batch_size - len(pending)):
+                    pending.append((item, pool.submit(decode, item)))
+                if not pending:
+                    return
+                batch = [pending.popleft() for _ in range(min(batch_size, len(pending)))]
+                yield from _answer(loaded, batch)
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+
+def _answer(loaded: LoadedModel, batch: list[tuple[Any, Future]]) -> Iterator[Answer]:
+    images, answers = [], []
+    for item, future in batch:
+        try:
+            tensor, extra = future.result()
+        except BadImage as error:
+            answers.append(Answer(item, None, str(error)))
+            continue
+        images.append(tensor)
+        answers.append(Answer(item, None, extra=extra))
+    rows = iter(_probabilities(loaded, images)) if images else iter(())
+    for answer in answers:
+        yield answer if answer.reason else answer._replace(probabilities=next(rows))
+
+
+@torch.inference_mode()
+def _probabilities(loaded: LoadedModel, images: list[torch.Tensor]) -> np.ndarray:
+    logits = loaded.model(torch.stack(images).to(loaded.device))  # (B, classes)
+    return logits.float().softmax(dim=-1).cpu().numpy()

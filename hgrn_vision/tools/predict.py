@@ -1,0 +1,189 @@
+"""`hgrn-vision predict`: class names and probabilities for pictures, one row an input, in input order."""
+
+import argparse
+import contextlib
+import csv
+import glob
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, NamedTuple
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from ..report.gallery import Gallery, thumbnail
+from ..train.images import BadImage, open_image
+from ..train.sources import EXTENSIONS, MORE_EXTENSIONS
+from .inference import Answer, add_inference_arguments, at_least_one, classify
+from .loading import load_model
+from .output import STDOUT, check_free, printable, whole_file
+
+EXAMPLE = "hgrn-vision predict runs/flowers photos/ --top 3 --csv labels.csv --html labels.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the command."""
+    parser.add_argument("model", help="run folder, model folder, weights file or hf-hub:NAME")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="picture, folder (all pictures below it), pattern such as 'a/*.png', or - for a list on standard input",
+    )
+    parser.add_argument(
+        "--top", type=at_least_one, default=5, metavar="K", help="classes named for each picture (default 5)"
+    )
+    parser.add_argument("--csv", metavar="OUT", help="write a CSV table; - is standard output, here and below")
+    parser.add_argument("--json", metavar="OUT", help="write a JSON list, one object a line")
+    parser.add_argument("--html", metavar="OUT", help="write a page with the pictures and their labels")
+    parser.add_argument("--force", action="store_true", help="overwrite output files")
+    add_inference_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict; 1 if any input could not be read."""
+    check_free([path for path in (args.csv, args.json, args.html) if path], args.force)
+    loaded = load_model(args.model, args.device, args.img_size)
+    answers = classify(
+        loaded,
+        find_pictures(args.files),
+        lambda path: _read(path, args.max_pixels),
+        args.batch_size,
+        look=thumbnail if args.html else None,
+    )
+    top = min(args.top, len(loaded.class_names))
+    failed = total = 0
+    with contextlib.ExitStack() as stack:
+        writers = _open_writers(args, f"Predictions of {loaded.name}", top, stack)
+        for answer in _with_progress(answers, args):
+            row = make_row(answer, loaded.class_names, top)
+            for write in writers:
+                write(row)
+            total += 1
+            failed += bool(row.reason)
+    if failed:
+        print(f"hgrn-vision predict: {failed} of {total} inputs could not be read", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def find_pictures(inputs: Iterable[str]) -> Iterator[str]:
+    """Paths of the inputs, one by one; what is not there is passed on, so that it gets a row of its own."""
+    for text in inputs:
+        if text == "-":
+            lines = (os.fsdecode(line.rstrip(b"\r\n")) for line in sys.stdin.buffer)
+            yield from find_pictures(line for line in lines if line and line != "-")
+        elif os.path.isdir(text):
+            yield from _below(text)
+        elif glob.has_magic(text) and not os.path.lexists(text):
+            matches = sorted(glob.iglob(text, recursive=True))
+            yield from find_pictures(matches) if matches else [text]
+        else:
+            yield text
+
+
+def _below(folder: str) -> Iterator[str]:
+    found = False
+    for root, folders, files in os.walk(folder, followlinks=True):
+        folders.sort()
+        for name in sorted(files):
+            if name.lower().endswith(EXTENSIONS + MORE_EXTENSIONS) and not name.startswith("."):
+                found = True
+                yield os.path.join(root, name)
+    if not found:
+        yield folder
+
+
+def _read(path: str, max_pixels: int) -> Image.Image:
+    if os.path.isdir(path):
+        raise BadImage("a folder without pictures")
+    return open_image(path, max_pixels)
+
+
+def _with_progress(answers: Iterator[Answer], args: argparse.Namespace) -> Iterable[Answer]:
+    """A progress bar where someone is watching; only then are the inputs counted beforehand."""
+    rows_on_screen = sys.stdout.isatty() and (_wants_table(args) or STDOUT in (args.csv, args.json, args.html))
+    if rows_on_screen or not sys.stderr.isatty():
+        return answers
+    total = None if "-" in args.files else sum(1 for _ in find_pictures(args.files))
+    return tqdm(answers, total=total, unit=" pictures", file=sys.stderr)
+
+
+class Row(NamedTuple):
+    """One line of the result: the classes of a picture, likeliest first, or the reason why there are none."""
+
+    path: str
+    top: list[tuple[str, float]]
+    reason: str = ""
+    picture: str | None = None
+
+
+def make_row(answer: Answer, class_names: list[str], top: int) -> Row:
+    """The `top` likeliest classes of an answer."""
+    if answer.probabilities is None:
+        return Row(answer.item, [], answer.reason)
+    # stable: of equal probabilities the first class, as argmax says
+    best = np.argsort(-answer.probabilities, kind="stable")[:top]
+    return Row(answer.item, [(class_names[i], float(answer.probabilities[i])) for i in best], picture=answer.extra)
+
+
+Writer = Callable[[Row], None]
+
+
+def _wants_table(args: argparse.Namespace) -> bool:
+    return not (args.csv or args.json or args.html)
+
+
+def _open_writers(args: argparse.Namespace, title: str, top: int, stack: contextlib.ExitStack) -> list[Writer]:
+    writers = []
+    if args.csv:
+        writers.append(_csv_writer(stack.enter_context(whole_file(args.csv)), top))
+    if args.json:
+        writers.append(stack.enter_context(_json_writer(stack.enter_context(whole_file(args.json)))))
+    if args.html:
+        gallery = stack.enter_context(Gallery(stack.enter_context(whole_file(args.html)), title))
+        writers.append(lambda row: gallery.add(printable(row.path), row.picture, row.top, row.reason))
+    return writers or [_table_writer()]
+
+
+def _csv_writer(file: IO[str], top: int) -> Writer:
+    writer = csv.writer(file, lineterminator="\n")
+    numbers = [""] + [f"_{i}" for i in range(2, top + 1)]
+    writer.writerow(["file", *(f"{name}{n}" for n in numbers for name in ("label", "probability")), "error"])
+
+    def write(row: Row) -> None:
+        cells = [cell for label, probability in row.top for cell in (label, f"{probability:.6g}")]
+        writer.writerow([row.path, *cells, *[""] * (2 * top - len(cells)), row.reason])
+
+    return write
+
+
+@contextlib.contextmanager
+def _json_writer(file: IO[str]) -> Iterator[Writer]:
+    separator = "[\n"
+
+    def write(row: Row) -> None:
+        nonlocal separator
+        predictions = [{"label": label, "probability": float(f"{p:.6g}")} for label, p in row.top]
+        file.write(separator + json.dumps({"file": row.path, "predictions": predictions, "error": row.reason or None}))
+        separator = ",\n"
+
+    yield write
+    file.write("[]\n" if separator == "[\n" else "\n]\n")
+
+
+def _table_writer() -> Writer:
+    sys.stdout.reconfigure(errors="replace")
+    width = 0
+
+    def write(row: Row) -> None:
+        nonlocal width
+        name = printable(row.path)
+        # as wide as what came so far: the rows are not kept to be measured
+        width = max(width, min(len(name), 60))
+        answer = "  ".join(f"{label} {100 * p:.1f}%" for label, p in row.top) or f"unreadable: {row.reason}"
+        print(f"{name:<{width}}  {answer}")
+
+    return write
