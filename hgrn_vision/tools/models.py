@@ -1,0 +1,79 @@
+"""`hgrn-vision models`: the models of this package with their size and cost."""
+
+import argparse
+import inspect
+from typing import NamedTuple
+
+import timm
+import torch
+from timm.models import model_entrypoint
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+EXAMPLE = "hgrn-vision models 'hgrn_deit_*'"
+SIDE = 224
+MODULE = "hgrn"  # where timm's registry says that our models come from
+
+
+class Description(NamedTuple):
+    """What there is to say of a model before it is trained."""
+
+    name: str
+    parameters: int
+    products: int
+    scan: int
+    input_size: tuple[int, int, int]
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument("pattern", nargs="?", default="*", help="names to list, such as '*_small*' (default: all)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one line a model."""
+    names = timm.list_models(args.pattern, module=MODULE)
+    if not names:
+        known = ", ".join(timm.list_models(module=MODULE))
+        raise ValueError(f"no model is named {args.pattern}; there are {known}")
+    width = max(map(len, names))
+    print(f"{'name':<{width}}  parameters  multiply-adds  input    description")
+    for model in map(describe, names):
+        size = "x".join(map(str, model.input_size[1:]))
+        cost = (model.products + model.scan) / 1e9
+        print(f"{model.name:<{width}}  {model.parameters / 1e6:>9.1f}M  {cost:>12.2f}G  {size}  {model.text}")
+    print(
+        f"\nmultiply-adds of one image of {SIDE}x{SIDE}, recurrence included, norms and activation functions not; "
+        "other sizes work too"
+    )
+    return 0
+
+
+def describe(name: str) -> Description:
+    """Size and cost of a model for 1000 classes, without allocating it."""
+    model = timm.create_model(name, device="meta").eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, 3, SIDE, SIDE, device="meta"))
+    return Description(
+        name,
+        sum(parameter.numel() for parameter in model.parameters()),
+        # the counter counts a multiply-add as two
+        counter.get_total_flops() // 2,
+        scan_cost(model),
+        model.default_cfg["input_size"],
+        inspect.getdoc(model_entrypoint(name)).splitlines()[0],
+    )
+
+
+def scan_cost(model: nn.Module) -> int:
+    """Multiply-adds of the gated recurrence over one image, which is no matrix product and not in the counter."""
+    height, width = model.patch_embed.dynamic_feat_size((SIDE, SIDE))
+    cost = 0
+    for block in model.blocks:
+        mixer = block.mixer
+        # for a token and a channel: the decay 1, its complement times c 2, the output gate 2;
+        # in each direction the rotation times the decay 2, and times the state 4
+        each = 3 + 2 * mixer.output_gate + 6 * (1 + mixer.bidirectional)
+        cost += each * height * width * mixer.dim
+    return cost
