@@ -1,7 +1,7 @@
 """Trained models for the commands: from a run, a model folder, a weights file or the Hugging Face hub."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,15 +10,17 @@ from typing import Any
 import timm
 import torch
 from PIL import Image
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from timm.data import resolve_data_config
-from timm.layers import to_2tuple
+from timm.layers import set_layer_config, to_2tuple
 from timm.models import is_model
 from torch import nn
 
 from hgrn_vision import load_checkpoint
 
+from ..train import checkpoint
 from ..train.augment import eval_transform
+from ..train.build import rebuild_model
 from ..train.config import DataSpec
 from ..train.distributed import choose_device
 
@@ -47,39 +49,73 @@ class LoadedModel:
         return eval_transform(self.spec)
 
 
-def load_model(where: str, device: str = "auto", img_size: int | None = None, **model_args: Any) -> LoadedModel:
+def load_model(
+    where: str,
+    device: str = "auto",
+    img_size: int | None = None,
+    scriptable: bool | None = None,
+    exportable: bool | None = None,
+) -> LoadedModel:
     """Load a trained classifier.
 
     Args:
-        where: a run folder, a model folder (also as local-dir:FOLDER), a weights file in one, or hf-hub:NAME.
+        where: a run folder, a model folder (also as local-dir:FOLDER), a checkpoint file of a run, a weights file in a
+            model folder, or hf-hub:NAME.
         device: cpu, cuda or another torch device; auto takes a GPU where there is one.
         img_size: side of the images; by default the one that the model was trained on.
-        model_args: more arguments of timm.create_model, such as exportable=True.
+        scriptable: create the model in timm's scriptable mode.
+        exportable: create the model in timm's exportable mode.
     """
     target = choose_device(device)
-    if where.startswith(HUB):
-        name, model = where, _create(where, where, pretrained=True, **model_args)
-    else:
-        name = where.removeprefix(FOLDER)
-        model, trained_size = _load_local(Path(name), model_args)
-        img_size = img_size or trained_size
+    name = where.removeprefix(FOLDER)
+    with set_layer_config(scriptable=scriptable, exportable=exportable):
+        if where.startswith(HUB):
+            model = _create(where, where, pretrained=True)
+        elif Path(name).is_dir():
+            model = _load_folder(Path(name))
+        else:
+            model = _load_file(Path(name))
     _check_finite(model, name)
     class_names = _class_names(model, name)
     return LoadedModel(name, model.eval().to(target), class_names, _data_spec(model, img_size), target)
 
 
-def _load_local(path: Path, model_args: dict[str, Any]) -> tuple[nn.Module, Any]:
-    """The model, and the image size that it was constructed for where its description says one."""
-    if not path.exists():
-        raise ValueError(f"no model at {path}: expected a run, a model folder, a weights file or {HUB}NAME")
-    folder = path if path.is_dir() else path.parent
+def _load_folder(folder: Path, pretrained: bool = True) -> nn.Module:
+    """The model of a model folder, or of a run."""
     if (folder / "model").is_dir():
         folder = folder / "model"
+    elif (folder / "checkpoints").is_dir():
+        raise ValueError(f"the run in {folder} has no model yet: it has not finished an epoch")
     saved_args = _check_folder(folder).get("model_args") or {}
-    model = _create(f"{FOLDER}{folder}", str(path), pretrained=path.is_dir(), **model_args)
-    if path.is_file():
-        load_checkpoint(model, path)
-    return model, saved_args.get("img_size")
+    model = _create(f"{FOLDER}{folder}", str(folder), pretrained=pretrained)
+    if "img_size" in saved_args:
+        # save_for_hf writes the architecture's own input size, whatever the model was constructed for
+        size = (model.pretrained_cfg["input_size"][0], *to_2tuple(saved_args["img_size"]))
+        model.pretrained_cfg = {**model.pretrained_cfg, "input_size": size}
+    return model
+
+
+def _load_file(path: Path) -> nn.Module:
+    """The model of a run's checkpoint, or of a weights file beside the config.json that describes it."""
+    if not path.is_file():
+        raise ValueError(f"no model at {path}: expected a run, a model folder, a weights file or {HUB}NAME")
+    if _is_checkpoint(path):
+        contents = checkpoint.read(path)
+        model = rebuild_model(contents)
+        model.pretrained_cfg = {**model.pretrained_cfg, "label_names": contents["class_names"]}
+        return model
+    model = _load_folder(path.parent, pretrained=False)
+    load_checkpoint(model, path)
+    return model
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a file was written by a run, which leaves its state beside the tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "state" in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
 
 
 def _check_folder(folder: Path) -> dict[str, Any]:
@@ -104,7 +140,7 @@ def _create(timm_name: str, what: str, **model_args: Any) -> nn.Module:
         return timm.create_model(timm_name, **model_args)
     # what a damaged or foreign folder makes timm, torch and safetensors raise
     except (RuntimeError, TypeError, KeyError, SafetensorError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(" ".join(str(error).splitlines()[:2]).split()) or type(error).__name__
         raise ValueError(f"cannot load the model of {what}: {reason}") from error
 
 
@@ -133,7 +169,7 @@ def _class_names(model: nn.Module, name: str) -> list[str]:
     return names
 
 
-def _data_spec(model: nn.Module, img_size: int | Sequence[int] | None) -> DataSpec:
+def _data_spec(model: nn.Module, img_size: int | None) -> DataSpec:
     config = resolve_data_config(model=model)
     channels = getattr(model, "in_chans", config["input_size"][0])
     return DataSpec(
