@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 NAMED = 40  # classes whose names still fit beside the matrix
 NUMBERED = 20  # classes whose counts still fit into the cells
-CELLS = 500  # cells along a side; more classes share one
+CELLS = 300  # cells along a side; more classes share one
 
 
 def confusion_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
@@ -18,7 +19,9 @@ def confusion_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
     axes = figure.add_subplot()
     cells = _merge(counts)
     shares = cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)
-    picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest", extent=_extent(classes))
+    # among many classes the confusions are small shares, which a linear scale would not show
+    scale = PowerNorm(1 if classes <= NAMED else 0.4, vmin=0, vmax=1)
+    picture = axes.imshow(shares, cmap="Blues", norm=scale, interpolation="nearest", extent=_extent(classes))
     figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class")
     axes.set(xlabel="predicted", ylabel="true")
     if classes <= NAMED:
