@@ -27,7 +27,7 @@ h1 { font-size: 1.3rem; overflow-wrap: anywhere }
 main { display: grid; grid-template-columns: repeat(auto-fill, minmax(13rem, 1fr)); gap: 1rem }
 figure { margin: 0; padding: .75rem; border-radius: 8px; background: var(--card) }
 figure div { height: {{ side }}px; display: grid; place-items: center; color: var(--bad) }
-img { max-width: 100%; max-height: {{ side }}px; min-width: 64px; image-rendering: auto }
+img { width: 100%; height: {{ side }}px; object-fit: contain }
 p { margin: .3rem 0; color: var(--dim); overflow-wrap: anywhere }
 ol { list-style: none; margin: .4rem 0 0; padding: 0 }
 li { display: flex; justify-content: space-between; gap: .5rem; overflow-wrap: anywhere;

@@ -9,6 +9,7 @@ from typing import Any
 
 import timm
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from timm.data import resolve_data_config
@@ -138,8 +139,8 @@ def _check_folder(folder: Path) -> dict[str, Any]:
 def _create(timm_name: str, what: str, **model_args: Any) -> nn.Module:
     try:
         return timm.create_model(timm_name, **model_args)
-    # what a damaged or foreign folder makes timm, torch and safetensors raise
-    except (RuntimeError, TypeError, KeyError, SafetensorError, AssertionError) as error:
+    # what a damaged folder, or a hub that does not have the name, makes timm and its libraries raise
+    except (RuntimeError, TypeError, KeyError, AssertionError, SafetensorError, HfHubHTTPError) as error:
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split()) or type(error).__name__
         raise ValueError(f"cannot load the model of {what}: {reason}") from error
 

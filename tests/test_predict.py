@@ -1,0 +1,339 @@
+"""hgrn-vision predict: one row an input, in order, whatever the inputs are."""
+
+import csv
+import html.parser
+import io
+import json
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from saved_models import CLASSES, edit_config, save_model, write_picture
+
+from hgrn_vision.cli import main
+from hgrn_vision.report import gallery
+from hgrn_vision.tools import predict
+from hgrn_vision.tools.inference import classify
+from hgrn_vision.tools.loading import load_model
+from hgrn_vision.train.images import open_image
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def model(tmp_path):
+    save_model(tmp_path / "run" / "model")
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    return [str(write_picture(tmp_path / "pictures" / f"{i}.png", i)) for i in range(5)]
+
+
+def table(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def rows_of(capsys, *argv):
+    """Exit code and the rows of the CSV table."""
+    code = main(["predict", *map(str, argv), "--csv", "-"])
+    return code, table(capsys.readouterr().out)
+
+
+def start(*argv, **kwargs):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "hgrn_vision", *map(str, argv)], env=environment, **kwargs)
+
+
+def test_a_thousand_files_ten_of_them_broken(model, tmp_path, capsys):
+    folder, broken = tmp_path / "many", set(range(7, 1000, 100))
+    for i in range(1000):
+        path = write_picture(folder / f"{i:04}.png", i)
+        if i in broken:
+            path.write_bytes(path.read_bytes()[: 40 if i % 200 > 100 else 0])
+    outputs = [str(tmp_path / f"out.{kind}") for kind in ("csv", "json", "html")]
+    code = main(["predict", model, str(folder), "--csv", outputs[0], "--json", outputs[1], "--html", outputs[2]])
+    captured = capsys.readouterr()
+    assert code == 1
+    assert captured.out == "" and captured.err.strip().endswith("10 of 1000 inputs could not be read")
+
+    rows = table(Path(outputs[0]).read_text(encoding="utf-8"))
+    assert [row["file"] for row in rows] == [str(folder / f"{i:04}.png") for i in range(1000)]
+    assert {i for i, row in enumerate(rows) if row["error"]} == broken
+    assert all((row["label"] == "") == bool(row["error"]) for row in rows)
+    assert len({row["label"] for row in rows}) == len(CLASSES) + 1
+    objects = json.loads(Path(outputs[1]).read_text())
+    assert [(entry["file"], entry["error"] or "") for entry in objects] == [(row["file"], row["error"]) for row in rows]
+    assert [entry["predictions"][0]["label"] for entry in objects if not entry["error"]] == [
+        row["label"] for row in rows if not row["error"]
+    ]
+    assert Path(outputs[2]).read_text().count("<figure>") == 1000
+
+
+def test_probabilities_are_the_models(model, pictures, capsys):
+    network = timm.create_model(f"local-dir:{model}/model", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_data_config({"img_size": 16}, model=network))
+    with torch.no_grad():
+        batch = torch.stack([transform(Image.open(path)) for path in pictures])
+        want = network(batch).softmax(-1).numpy()
+    code, rows = rows_of(capsys, model, *pictures)
+    assert code == 0
+    for row, probabilities in zip(rows, want, strict=True):
+        order = np.argsort(-probabilities)
+        assert [row[f"label{n}"] for n in ("", "_2", "_3")] == [CLASSES[i] for i in order]
+        got = [float(row[f"probability{n}"]) for n in ("", "_2", "_3")]
+        np.testing.assert_allclose(got, probabilities[order], rtol=1e-4)
+
+
+def test_top_k(model, pictures, capsys):
+    _, rows = rows_of(capsys, model, pictures[0], "--top", 2)
+    assert list(rows[0]) == ["file", "label", "probability", "label_2", "probability_2", "error"]
+    assert main(["predict", model, pictures[0], "--top", "1"]) == 0
+    assert capsys.readouterr().out.count("%") == 1
+
+
+def test_every_kind_of_input_keeps_its_place(model, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "in"
+    for name in ("b/2.png", "b/10.JPG", "a.png", "[x].png", "z/deep/er.webp"):
+        write_picture(folder / name, 1)
+    (folder / "notes.txt").write_text("no picture")
+    (folder / ".hidden.png").write_text("no picture")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{folder}/a.png\n\n{folder}/b\r\n".encode())))
+    code, rows = rows_of(
+        capsys, model, folder / "b/2.png", folder, "-", folder / "b/*", folder / "[x].png", folder / "?.gif", "empty"
+    )
+    assert code == 1
+    inside = ["[x].png", "a.png", "b/10.JPG", "b/2.png", "z/deep/er.webp"]
+    names = ["b/2.png", *inside, "a.png", "b/10.JPG", "b/2.png", "b/10.JPG", "b/2.png", "[x].png", "?.gif"]
+    assert [row["file"] for row in rows] == [*(str(folder / name) for name in names), "empty"]
+    assert [bool(row["error"]) for row in rows] == [False] * 12 + [True] * 2
+
+
+def test_an_empty_list_gives_no_rows(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert rows_of(capsys, model, "-") == (0, [])
+    assert main(["predict", model, "-", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def write_huge_png(path):
+    """A real picture of 20,000 x 20,000 grey pixels, a few kilobytes long."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    compressor = zlib.compressobj()
+    pixels = b"".join(compressor.compress(bytes(1 + 20000 // 8)) for _ in range(20000)) + compressor.flush()
+    header = struct.pack(">IIBBBBB", 20000, 20000, 1, 0, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b""))
+
+
+def test_odd_pictures(model, tmp_path, capsys):
+    write_picture(tmp_path / "one.png", 0, (1, 1))
+    write_picture(tmp_path / "wide.png", 0, (600, 1))
+    write_picture(tmp_path / "real.png", 0).rename(tmp_path / "png_as.jpg")
+    write_picture(tmp_path / "real.png", 0).rename(tmp_path / "picture.dat")
+    (tmp_path / "text.png").write_text("this is no picture")
+    (tmp_path / "nothing.png").touch()
+    write_huge_png(tmp_path / "huge.png")
+    (tmp_path / "folder.png").mkdir()
+    names = ["one.png", "wide.png", "png_as.jpg", "picture.dat", "text.png", "nothing.png", "huge.png", "folder.png"]
+    code, rows = rows_of(capsys, model, *(tmp_path / name for name in names), tmp_path / "missing.png")
+    assert code == 1
+    reasons = [row["error"] for row in rows]
+    assert reasons[:4] == [""] * 4
+    assert reasons[4:] == [
+        "not a picture in a known format",
+        "empty file",
+        "more than 89,478,485 pixels",
+        "a folder without pictures",
+        "No such file or directory",
+    ]
+    _, rows = rows_of(capsys, model, tmp_path / "wide.png", "--max-pixels", 599)
+    assert rows[0]["error"] == "600x1 is more than 599 pixels"
+
+
+def test_names_of_any_bytes(model, tmp_path, capsys):
+    folder = os.fsencode(tmp_path / "größe 写真")
+    os.mkdir(folder)
+    names = ["blüte.png".encode(), b"\xff\xfe.png", b'two\nlines,".png']
+    for i, name in enumerate(names):
+        write_picture(tmp_path / "real.png", i).rename(os.fsdecode(os.path.join(folder, name)))
+    out = tmp_path / "out"
+    argv = ["predict", model, os.fsdecode(folder)]
+    assert main([*argv, "--csv", f"{out}.csv", "--json", f"{out}.json", "--html", f"{out}.html"]) == 0
+    want = sorted(os.fsdecode(os.path.join(folder, name)) for name in names)
+    with open(f"{out}.csv", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        assert [row["file"] for row in csv.DictReader(file)] == want
+    assert [row["file"] for row in json.loads(Path(f"{out}.json").read_text())] == want
+    assert "blüte.png" in Path(f"{out}.html").read_text(encoding="utf-8")
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all("%" in line for line in lines)
+
+
+class Page(html.parser.HTMLParser):
+    """The pictures and the words of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.pictures, self.words, self.tags = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        attributes = dict(attributes)
+        if tag == "img":
+            self.pictures.append(attributes["src"])
+        assert not any(value and value.startswith("http") for value in attributes.values())
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_gallery(model, pictures, tmp_path, monkeypatch):
+    Path(pictures[3]).write_text("no picture")
+    assert main(["predict", model, *pictures, "--html", str(tmp_path / "page.html")]) == 1
+    page = Page((tmp_path / "page.html").read_text())
+    assert len(page.pictures) == 4 and all(source.startswith("data:image/jpeg;base64,") for source in page.pictures)
+    assert "not a picture in a known format" in page.words
+    # a class name is text, never markup
+    assert "daisy <b>" in page.words and "b" not in page.tags
+    assert "5 pictures, 1 of them unreadable." in "".join(page.words)
+
+    monkeypatch.setattr(gallery, "MOST", 2)
+    assert main(["predict", model, *pictures, "--html", str(tmp_path / "short.html")]) == 1
+    short = Page((tmp_path / "short.html").read_text())
+    assert len(short.pictures) == 2
+    assert "5 pictures, 1 of them unreadable; the first 2 are shown." in "".join(short.words)
+
+
+def test_outputs_are_not_overwritten(model, pictures, tmp_path, capsys):
+    out = tmp_path / "out.csv"
+    out.write_text("precious")
+    assert main(["predict", model, *pictures, "--csv", str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert out.read_text() == "precious"
+    assert main(["predict", model, *pictures, "--csv", str(out), "--force"]) == 0
+    assert len(table(out.read_text())) == 5
+    assert main(["predict", model, *pictures, "--csv", "a", "--json", "a"]) == 2
+    assert main(["predict", model, *pictures, "--csv", "-", "--json", "-"]) == 2
+    assert main(["predict", model, *pictures, "--html", str(tmp_path)]) == 2
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["hgrn-vision predict"] * 3
+
+
+def test_an_interrupted_command_leaves_no_file(model, pictures, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        yield from (answer for answer, _ in zip(classify(*args, **kwargs), range(3), strict=False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predict, "classify", interrupted)
+    out = tmp_path / "out"
+    argv = ["--csv", f"{out}/a.csv", "--json", f"{out}/a.json", "--html", f"{out}/a.html"]
+    assert main(["predict", model, *pictures, *argv]) == 130
+    assert list(out.iterdir()) == []
+
+
+def test_ctrl_c_and_a_closed_pipe_in_a_process_of_its_own(model, pictures, tmp_path):
+    out = tmp_path / "out"
+    waiting = start("predict", model, "-", "--csv", out / "a.csv", stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    closed = start("predict", model, *pictures * 400, "--batch-size", 4, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # the reader leaves after one row
+    assert b"%" in closed.stdout.readline()
+    closed.stdout.close()
+    waiting.stdin.write("\n".join(pictures).encode())
+    waiting.stdin.flush()
+    while not (out.exists() and list(out.iterdir())):
+        assert waiting.poll() is None
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait(timeout=60) == 130
+    assert waiting.stderr.read().decode() == "hgrn-vision predict: interrupted\n"
+    assert list(out.iterdir()) == []
+    waiting.stdin.close()
+    assert closed.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert closed.stderr.read() == b""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="the memory in use is read from /proc")
+def test_memory_does_not_grow_with_the_number_of_files(model, tmp_path, monkeypatch):
+    path = str(write_picture(tmp_path / "big.png", 0, (400, 400)))
+    used = []
+
+    def measured(*args):
+        used.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20)
+        return predict_row(*args)
+
+    predict_row = predict.make_row
+    monkeypatch.setattr(predict, "make_row", measured)
+    outputs = ["--csv", str(tmp_path / "out.csv"), "--html", str(tmp_path / "out.html")]
+    assert main(["predict", model, *[path] * 300, *outputs]) == 0
+    # the 200 pictures between would be 90 MiB decoded
+    assert max(used[250:]) - max(used[:50]) < 25
+
+
+def test_progress_where_someone_watches(model, pictures, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert main(["predict", model, *pictures, "--csv", str(tmp_path / "out.csv")]) == 0
+    assert "5/5" in sys.stderr.getvalue() and "pictures/s" in sys.stderr.getvalue()
+
+
+def test_only_a_few_batches_are_read_ahead(model, pictures):
+    drawn = []
+
+    def endless():
+        while True:
+            drawn.append(pictures[len(drawn) % 5])
+            yield drawn[-1]
+
+    answers = classify(load_model(model), endless(), open_image, batch_size=4)
+    for count in range(1, 30):
+        assert next(answers).item == drawn[count - 1]
+        assert len(drawn) <= count + 8
+    answers.close()
+
+
+def test_another_image_size(model, pictures, capsys):
+    _, usual = rows_of(capsys, model, pictures[0])
+    _, larger = rows_of(capsys, model, pictures[0], "--img-size", 32)
+    assert usual[0]["probability"] != larger[0]["probability"]
+    assert main(["predict", model, pictures[0], "--img-size", "30"]) == 2
+    assert "multiple" in capsys.readouterr().err
+
+
+def test_bad_flags_and_models_end_in_one_line(model, pictures, tmp_path, capsys):
+    edit_config(tmp_path / "run" / "model", label_names=["only", "two"])
+    assert main(["predict", model, *pictures]) == 2
+    assert main(["predict", str(tmp_path / "nowhere"), *pictures]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "2 label names for a head of 3 classes" in lines[0] and "no model at" in lines[1]
+    for flags in (["--top", "0"], ["--batch-size", "x"], ["--max-pixels", "-1"]):
+        with pytest.raises(SystemExit) as error:
+            main(["predict", model, *pictures, *flags])
+        assert error.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate", "models", "doctor"])
+def test_help_fits_a_screen_and_has_an_example(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 36
+    assert f"example:  hgrn-vision {command}" in text
