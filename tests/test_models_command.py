@@ -2,9 +2,11 @@
 
 import pytest
 import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hgrn_vision.cli import main
-from hgrn_vision.tools.models import describe, scan_cost
+from hgrn_vision.tools.models import describe, product_cost, scan_cost
 
 
 def products(tokens, width, patch, depth=12, classes=1000):
@@ -26,6 +28,14 @@ def test_size_and_cost(name, parameters, tokens, width, patch):
     assert model.products == products(tokens, width, patch)
     assert model.input_size == (3, 224, 224)
     assert model.text.startswith("HGRN-")
+
+
+def test_cost_of_the_products_as_torch_counts_it():
+    model = timm.create_model("hgrn_deit_tiny", embed_dim=32, depth=2, patch_size=16, num_classes=7)
+    # inside autocast's dtype nothing is computed in place, which torch's counter would overlook
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(torch.zeros(1, 3, 224, 224))
+    assert product_cost(model) == counter.get_total_flops() / 2
 
 
 class Counted:

@@ -5,10 +5,8 @@ import inspect
 from typing import NamedTuple
 
 import timm
-import torch
 from timm.models import model_entrypoint
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 EXAMPLE = "hgrn-vision models 'hgrn_deit_*'"
 SIDE = 224
@@ -52,28 +50,37 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(name: str) -> Description:
     """Size and cost of a model for 1000 classes, without allocating it."""
-    model = timm.create_model(name, device="meta").eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, 3, SIDE, SIDE, device="meta"))
+    model = timm.create_model(name, device="meta")
     return Description(
         name,
         sum(parameter.numel() for parameter in model.parameters()),
-        # the counter counts a multiply-add as two
-        counter.get_total_flops() // 2,
+        product_cost(model),
         scan_cost(model),
         model.default_cfg["input_size"],
         inspect.getdoc(model_entrypoint(name)).splitlines()[0],
     )
 
 
+def product_cost(model: nn.Module) -> int:
+    """Multiply-adds of the matrix products and the patch convolution for one image."""
+    products = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    # each weight is used once a patch, but those of the head once an image
+    once = model.get_classifier()
+    return sum(module.weight.numel() * (1 if module is once else _tokens(model)) for module in products)
+
+
 def scan_cost(model: nn.Module) -> int:
-    """Multiply-adds of the gated recurrence over one image, which is no matrix product and not in the counter."""
-    height, width = model.patch_embed.dynamic_feat_size((SIDE, SIDE))
+    """Multiply-adds of the gated recurrence for one image."""
     cost = 0
     for block in model.blocks:
         mixer = block.mixer
         # for a token and a channel: the decay 1, its complement times c 2, the output gate 2;
         # in each direction the rotation times the decay 2, and times the state 4
         each = 3 + 2 * mixer.output_gate + 6 * (1 + mixer.bidirectional)
-        cost += each * height * width * mixer.dim
+        cost += each * _tokens(model) * mixer.dim
     return cost
+
+
+def _tokens(model: nn.Module) -> int:
+    height, width = model.patch_embed.dynamic_feat_size((SIDE, SIDE))
+    return height * width
