@@ -1,0 +1,114 @@
+"""hgrn-vision doctor: finds what is wrong, and says what to do."""
+
+import pytest
+import torch
+
+from hgrn_vision import backend
+from hgrn_vision.cli import main
+from hgrn_vision.tools import doctor
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_choice(monkeypatch):
+    monkeypatch.delenv(backend.ENVIRONMENT, raising=False)
+
+
+def examine(capsys):
+    """Exit code and lines."""
+    code = main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    return code, lines
+
+
+def test_a_sound_machine_is_ready(capsys):
+    code, lines = examine(capsys)
+    assert (code, lines[-1]) == (0, "ready")
+    text = "\n".join(lines)
+    assert f"torch {torch.__version__.split('+')[0]}" in text
+    for name in ("versions", "machine", "devices", "backend", "compiler", "self-test", "space"):
+        assert any(line.startswith(name) for line in lines), name
+    assert "torch on cpu: ok" in text and "GiB free" in text
+    chosen = backend.choose(CPU, torch.float32)
+    assert f"cpu: {chosen}, " in text
+    assert ("cpu on cpu: ok" in text) == (backend.unavailable("cpu") is None)
+
+
+def test_errors_are_measured():
+    assert 0 < doctor.scan_error("torch", CPU, torch.float32) < 1e-5
+    assert doctor.scan_error("torch", CPU, torch.bfloat16) > 1e-5
+
+
+def test_a_backend_that_computes_wrongly(capsys, monkeypatch):
+    right = doctor.hgru_scan
+    monkeypatch.setattr(doctor, "hgru_scan", lambda *args, **kwargs: right(*args, **kwargs) * 1.001)
+    code, lines = examine(capsys)
+    assert code == 1
+    assert any("torch on cpu: WRONG" in line for line in lines)
+    assert lines[-1].startswith("to do: backend torch computes wrongly on cpu") and "ready" not in lines
+
+
+@pytest.mark.parametrize("which", ["result", "gradient"])
+def test_not_a_number_is_wrong(which, monkeypatch):
+    class Spoil(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out * float("nan") if which == "result" else out.clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            return dout * float("nan")
+
+    right = doctor.hgru_scan
+    monkeypatch.setattr(doctor, "hgru_scan", lambda *args, **kwargs: Spoil.apply(right(*args, **kwargs)))
+    diagnosis = doctor.Diagnosis()
+    assert any("WRONG" in line for line in doctor.self_tests([CPU], diagnosis))
+    assert diagnosis.problems
+
+
+def test_a_backend_that_fails(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("illegal\ninstruction")
+
+    monkeypatch.setattr(doctor, "hgru_scan", fail)
+    diagnosis = doctor.Diagnosis()
+    assert "torch on cpu: FAILED, illegal instruction" in doctor.self_tests([CPU], diagnosis)
+    assert any(problem.startswith("backend torch fails on cpu") for problem in diagnosis.problems)
+
+
+def test_a_backend_that_cannot_run(monkeypatch):
+    reasons = {"cpu": "no C compiler found", "triton": None, "torch": None}
+    monkeypatch.setattr(doctor, "unavailable", reasons.get)
+    monkeypatch.setattr(doctor, "resolve", lambda x, name: "torch")
+    diagnosis = doctor.Diagnosis()
+    assert doctor.describe_choice(CPU, diagnosis) == "cpu: torch, because cpu cannot run: no C compiler found"
+    assert "no C compiler found" in diagnosis.advice[0] and not diagnosis.problems
+    lines = doctor.self_tests([CPU], diagnosis)
+    assert lines[:2] == ["triton: not run, no GPU that it has kernels for", "cpu: not run, no C compiler found"]
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_a_backend_asked_for_that_cannot_be_had(name, capsys, monkeypatch):
+    monkeypatch.setenv(backend.ENVIRONMENT, name)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code, lines = examine(capsys)
+    assert code == 1
+    assert lines[-1].startswith(f"to do: correct or unset {backend.ENVIRONMENT}")
+
+
+def test_a_backend_asked_for(monkeypatch):
+    monkeypatch.setenv(backend.ENVIRONMENT, "torch")
+    text = doctor.describe_choice(CPU, doctor.Diagnosis())
+    assert text == f"cpu: torch, because {backend.ENVIRONMENT} asks for it"
+
+
+def test_no_room(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5 * 2**20}))
+    monkeypatch.setattr(doctor, "available_memory", lambda: 2**29)
+    diagnosis = doctor.Diagnosis()
+    doctor.describe_space(diagnosis)
+    assert len(diagnosis.problems) == 2
+    assert "0.0 GiB" in diagnosis.problems[0] and "0.5 GiB" in diagnosis.problems[1]
+    monkeypatch.setattr(doctor, "available_memory", lambda: None)
+    assert "not known" in doctor.describe_space(doctor.Diagnosis())[1]
