@@ -1,0 +1,349 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hgrn_vision.kernels import cpu_scan, reference
+
+CHUNK, BLOCK = cpu_scan.CHUNK, cpu_scan.BLOCK
+REASON = cpu_scan.available()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=f"no CPU kernels here: {REASON}")
+NAMES = ("out", "dx", "dbias", "dlower_bound", "dtheta")
+
+
+def make_inputs(B, T, D, K=2, rows=5, bias=True, scale=1.0):
+    """Inputs in float64 that bf16 holds exactly where it matters, so that one reference serves all dtypes."""
+    generator = torch.Generator().manual_seed(T * 1000 + D)
+    x = (scale * torch.randn(B, T, rows * D, generator=generator)).bfloat16().double()
+    lower_bound = torch.rand(D, generator=generator).double()
+    theta = torch.rand(K, D, generator=generator).mul(3).double()
+    dout = torch.randn(B, T, 2 * D, generator=generator).bfloat16().double()
+    return x, torch.randn(rows * D, generator=generator).double() if bias else None, lower_bound, theta, dout
+
+
+def float32_loop(x, lower_bound, theta, bias):
+    """The reference's loop in float32: what a careful user would write, and how wrong that is."""
+    x = x + bias if bias is not None else x
+    c_re, c_im, f, *g = x.split(lower_bound.shape[0], dim=-1)
+    c = torch.complex(F.silu(c_re), F.silu(c_im))
+    decay = lower_bound + (1 - lower_bound) * f.sigmoid()
+    total = 0
+    for k, angle in enumerate(theta):
+        h, states = 0, []
+        for t in range(x.shape[1]) if k == 0 else reversed(range(x.shape[1])):
+            h = torch.polar(decay[:, t], angle.expand_as(decay[:, t])) * h + (1 - decay[:, t]) * c[:, t]
+            states.append(h)
+        total = total + torch.stack(states if k == 0 else states[::-1], dim=1)
+    out = torch.cat([total.real, total.imag], dim=-1)
+    return torch.cat(g, dim=-1).sigmoid() * out if g else out
+
+
+def by_autograd(function, x, bias, lower_bound, theta, dout):
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, bias, lower_bound, theta)]
+    out = function(leaves[0], leaves[2], leaves[3], leaves[1])
+    grads = iter(torch.autograd.grad(out, [t for t in leaves if t is not None], dout))
+    grads = [dout.new_empty(0) if t is None else next(grads) for t in leaves]
+    return dict(zip(NAMES, [out.detach(), *grads], strict=True))
+
+
+def by_kernel(dtype, x, bias, lower_bound, theta, dout):
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    x, dout = x.to(dtype), dout.to(dtype)
+    lower_bound, theta, bias = lower_bound.to(real), theta.to(real), None if bias is None else bias.to(real)
+    out, states = cpu_scan.forward(x, lower_bound, theta, bias)
+    assert states.shape == cpu_scan.states_shape(*x.shape[:2], theta.shape[1], theta.shape[0])
+    result = dict(zip(NAMES, (out, *cpu_scan.backward(dout, x, lower_bound, theta, bias, states)), strict=True))
+    assert all(result[name].dtype == (dtype if name in ("out", "dx") else real) for name in NAMES)
+    return result
+
+
+def error(got, want):
+    """Maximum error over maximum magnitude."""
+    assert got.shape == want.shape
+    return ((got.double() - want).abs().max() / want.abs().max().clamp_min(1e-30)).item() if want.numel() else 0.0
+
+
+def check(*inputs, float64_tolerance=1e-12):
+    # what the kernel gets in float32 is what the reference must see
+    inputs = [None if t is None else t.float().double() for t in inputs]
+    want = by_autograd(reference.hgru_scan, *inputs)
+    for name, value in by_kernel(torch.float64, *inputs).items():
+        assert error(value, want[name]) <= float64_tolerance, name
+    loop = None
+    for name, value in by_kernel(torch.float32, *inputs).items():
+        if error(value, want[name]) > 2e-6:
+            loop = loop or by_autograd(float32_loop, *[None if t is None else t.float() for t in inputs])
+            assert error(value, want[name]) <= error(loop[name], want[name]), name
+    for name, value in by_kernel(torch.bfloat16, *inputs).items():
+        rounding = 2**-8 if name in ("out", "dx") else 0
+        slack = 2e-5 * want[name].abs().max() if value.numel() else 0
+        assert ((value.double() - want[name]).abs() <= rounding * want[name].abs() + slack).all(), name
+
+
+@pytest.mark.parametrize("T", [1, CHUNK - 1, CHUNK, CHUNK + 1, 37, 196, 1000])
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("rows", [3, 5])
+def test_matches_reference(T, K, rows):
+    check(*make_inputs(2, T, 5 if T == 1000 else BLOCK + 5, K, rows, bias=(T + K + rows) % 2 == 0))
+
+
+@pytest.mark.parametrize("D", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_any_width(D):
+    check(*make_inputs(3, 40, D))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.999, 0.99999])
+def test_lower_bounds_at_the_ends(gamma):
+    x, bias, lower_bound, theta, dout = make_inputs(2, 196, 8)
+    # the reference subtracts the decay from 1, so that it has digits to lose itself
+    tolerance = max(1e-12, 2**-52 / (1 - gamma))
+    check(x, bias, torch.full_like(lower_bound, gamma), theta, dout, float64_tolerance=tolerance)
+
+
+def test_large_inputs():
+    check(*make_inputs(2, 70, 8, scale=30))
+
+
+def test_more_chunks_than_are_kept_in_cache():
+    check(*make_inputs(1, 1024 + 3 * CHUNK + 1, 2))
+
+
+@pytest.mark.parametrize("D", [BLOCK, BLOCK + 3])
+def test_any_strides(D):
+    x, bias, lower_bound, theta, dout = (t.float() for t in make_inputs(2, 40, D))
+    want = by_kernel(torch.float32, x, bias, lower_bound, theta, torch.full_like(dout, 0.5))
+    spread = [torch.stack([t, torch.full_like(t, float("nan"))], dim=-1)[..., 0] for t in (x, bias, lower_bound)]
+    assert not spread[0].is_contiguous()
+    got = by_kernel(torch.float32, *spread, theta.t().contiguous().t(), torch.tensor(0.5).expand_as(dout))
+    for name in NAMES:
+        assert torch.equal(got[name], want[name]), name
+    glu = [cpu_scan.glu_forward(t, None) for t in (x, spread[0])] if D % 2 == 0 else [x, x]
+    assert torch.equal(*glu)
+
+
+def test_empty_batch():
+    for rows in (3, 5):
+        x, bias, lower_bound, theta, dout = make_inputs(0, 7, 6, rows=rows)
+        result = by_kernel(torch.float32, x, bias, lower_bound, theta, dout)
+        assert result["out"].shape == (0, 7, 12) and result["dx"].shape == x.shape
+        assert all(not result[name].any() for name in NAMES[2:])
+    out = cpu_scan.glu_forward(torch.empty(0, 7, 12), None)
+    dx, dbias, _ = cpu_scan.glu_backward(out, torch.empty(0, 7, 12), torch.zeros(12))
+    assert out.shape == (0, 7, 6) and dx.shape == (0, 7, 12) and not dbias.any()
+
+
+@pytest.fixture
+def guarded_memory(monkeypatch):
+    """Puts what torch.empty makes between sentinels, and says afterwards whether they were written over."""
+    made = []
+    empty = torch.empty
+
+    def guarded_empty(*size, **kwargs):
+        shape = empty(*size, device="meta").shape
+        memory = torch.full((shape.numel() + 256,), 12345.0, **kwargs)
+        made.append((memory, shape.numel()))
+        return memory[128 : 128 + shape.numel()].view(shape)
+
+    monkeypatch.setattr(torch, "empty", guarded_empty)
+    yield lambda: all((m[:128] == 12345).all() and (m[128 + n :] == 12345).all() for m, n in made) and len(made)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
+@pytest.mark.parametrize("T, K, rows", [(CHUNK + 1, 2, 5), (3, 1, 3)])
+def test_stays_within_its_buffers(guarded_memory, dtype, T, K, rows):
+    inputs = make_inputs(2, T, 2 * BLOCK, K, rows)
+    want = by_kernel(dtype, *inputs)
+
+    def between_nans(t):
+        memory = torch.full((t.numel() + 512,), float("nan"), dtype=t.dtype)
+        memory[256:-256] = t.flatten()
+        return memory[256:-256].view(t.shape)
+
+    got = by_kernel(dtype, *map(between_nans, inputs))
+    for name in NAMES:
+        assert torch.equal(got[name], want[name]), name
+    x, bias, dout = inputs[0][..., : 2 * BLOCK], inputs[1][: 2 * BLOCK], inputs[4][..., :BLOCK]
+    cpu_scan.glu_forward(between_nans(x.to(dtype)), between_nans(bias))
+    cpu_scan.glu_backward(between_nans(dout.to(dtype)), between_nans(x.to(dtype)), bias, recompute=True)
+    assert guarded_memory()
+
+
+@pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
+def test_bits_do_not_depend_on_threads(dtype):
+    inputs = make_inputs(3, 50, 96)
+    x, dout = inputs[0].to(dtype), inputs[4].repeat(1, 1, 2)[..., :240].to(dtype)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 2):
+            torch.set_num_threads(threads)
+            result = by_kernel(dtype, *inputs) | {"glu": cpu_scan.glu_forward(x, inputs[1])}
+            result |= dict(zip(("glu_dx", "glu_dbias"), cpu_scan.glu_backward(dout, x, inputs[1]), strict=False))
+            results.append(result)
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        for name, value in result.items():
+            assert torch.equal(value, results[0][name]), name
+
+
+@pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (5, 17, 2 * 33), (3, 41, 2 * 128)], ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_glu_matches_float64(dtype, shape, with_bias):
+    x, bias = torch.randn(shape).to(dtype), torch.randn(shape[-1])
+    dout = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
+    leaves = [x.double().requires_grad_(), bias.double().requires_grad_()]
+    a, v = (leaves[0] + leaves[1] if with_bias else leaves[0]).chunk(2, dim=-1)
+    want = F.silu(a) * v
+    want_dx, want_dbias = torch.autograd.grad(want, leaves, dout.double(), allow_unused=True)
+
+    given = bias.to(torch.float64 if dtype == torch.float64 else torch.float32) if with_bias else None
+    out = cpu_scan.glu_forward(x, given)
+    dx, dbias, again = cpu_scan.glu_backward(dout, x, given, recompute=True)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
+    assert out.dtype == dx.dtype == dtype
+    assert error(out, want.detach()) <= tolerance and error(dx, want_dx) <= tolerance
+    assert torch.equal(again, out)
+    assert error(dbias, want_dbias) <= min(tolerance, 2e-6) if with_bias else dbias.numel() == 0
+    assert cpu_scan.glu_backward(dout, x, given)[2].numel() == 0
+
+
+@pytest.mark.parametrize("dtype, ulp", [(torch.float32, 2**-23), (torch.float64, 2**-52)])
+def test_gates_keep_their_precision_when_saturated(dtype, ulp):
+    a = torch.linspace(-80, 80, 4001, dtype=dtype)
+    silu = cpu_scan.glu_forward(torch.stack([a, torch.ones_like(a)], dim=-1), None).squeeze(-1)
+    want = a.double() / (1 + (-a.double()).exp())
+    assert ((silu.double() - want).abs() <= 4 * ulp * want.abs()).all()
+
+
+def test_nan_and_infinity_are_not_hidden():
+    x, bias, lower_bound, theta, dout = (t.float() for t in make_inputs(1, 40, BLOCK, K=1))
+    x[0, 10, 3] = float("nan")
+    for dtype in cpu_scan.DTYPES:
+        result = by_kernel(dtype, x, bias, lower_bound, theta, dout)
+        # a causal scan hands it on to later tokens of its channel, and only to them
+        bad = torch.zeros(40, 2 * BLOCK, dtype=torch.bool)
+        bad[10:, [3]] = True
+        assert (result["out"][0].isnan() | ~bad).all() and not result["out"][0, :10].isnan().any()
+        assert not result["out"][0][:, [0, 1, 2, 4]].isnan().any()
+        assert result["dx"][0, 10, 3].isnan() and result["dbias"][3].isnan()
+    a = torch.tensor([float("inf"), float("nan"), 1000.0, -1000.0])
+    silu = cpu_scan.glu_forward(torch.stack([a, torch.ones(4)], dim=-1), None).squeeze(-1)
+    torch.testing.assert_close(silu, torch.tensor([float("inf"), float("nan"), 1000.0, 0.0]), equal_nan=True)
+
+
+def run(code, **environment):
+    """Run Python code in a process of its own, with the kernels as `cpu_scan`."""
+    program = "import torch; from hgrn_vision.kernels import cpu_scan\n" + code
+    path = str(Path(__file__).resolve().parent.parent)
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_shares_the_process_with_torch():
+    """One OpenMP runtime, the number of threads torch is told, denormals left alone, nothing printed."""
+    code = """
+import os
+tasks = lambda: len(os.listdir('/proc/self/task'))
+tiny = lambda: (torch.tensor([1e-30]) * torch.tensor([1e-10])).item() > 0
+assert tiny()
+x, bound, theta = torch.randn(8, 64, 160), torch.rand(32), torch.rand(2, 32)
+cpu_scan.forward(x, bound, theta, None)
+torch.set_num_threads(3)
+alone = tasks()
+cpu_scan.forward(x, bound, theta, None)
+maps = open('/proc/self/maps').read()
+print(tiny(), tasks() - alone)
+print(*{line.split()[-1] for line in maps.splitlines() if 'gomp' in line or 'iomp' in line}, sep='\\n')
+"""
+    if not Path("/proc/self/task").exists():
+        pytest.skip("needs /proc")
+    lines = run(code).communicate()[0].splitlines()
+    assert lines[0] == "True 2"
+    assert len(lines) == 2
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Kernels not yet loaded, and an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_scan._library.cache_clear()
+    yield tmp_path / "hgrn_vision"
+    monkeypatch.undo()
+    cpu_scan._library.cache_clear()
+
+
+def works():
+    return cpu_scan.glu_forward(torch.tensor([[0.0, 1.0]]), None).tolist() == [[0.0]]
+
+
+def test_processes_that_build_at_once(fresh):
+    code = "print(cpu_scan.available(), cpu_scan.glu_forward(torch.tensor([[0.0, 1.0]]), None).tolist())"
+    both = [run(code) for _ in range(2)]
+    assert [process.communicate()[0] for process in both] == ["None [[0.0]]\n"] * 2
+    assert fresh.stat().st_mode & 0o777 == 0o700
+    kept = list(fresh.iterdir())
+    assert kept and all(re.fullmatch(r"[0-9a-f]{16}-[0-9a-f]{16}\.so", path.name) for path in kept)
+    modified = {path: path.stat().st_mtime_ns for path in kept}
+    assert cpu_scan.available() is None and works()
+    assert {path: path.stat().st_mtime_ns for path in fresh.iterdir()} == modified
+
+
+def test_truncated_library_is_built_again(fresh):
+    assert cpu_scan.available() is None
+    (library,) = fresh.iterdir()
+    whole = library.read_bytes()
+    # a file of its own: the one that is loaded must stay whole
+    library.unlink()
+    library.write_bytes(whole[: len(whole) // 2])
+    cpu_scan._library.cache_clear()
+    assert cpu_scan.available() is None and works()
+    (library,) = fresh.iterdir()
+    assert len(library.read_bytes()) == len(whole)
+
+
+def test_cache_folder_that_cannot_be_made(fresh, monkeypatch):
+    fresh.parent.joinpath("file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh.parent / "file"))
+    assert cpu_scan.available() is None and works()
+    assert not fresh.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder away")
+def test_cache_folder_of_someone_else_is_not_used(fresh):
+    fresh.mkdir()
+    os.chown(fresh, 12345, 12345)
+    assert cpu_scan.available() is None and works()
+    assert not list(fresh.iterdir())
+
+
+@pytest.mark.parametrize(
+    "compiler, says", [("/bin/false", "status 1"), ("no-such-cc", "No such file"), (None, "no C compiler")]
+)
+def test_no_compiler(fresh, monkeypatch, compiler, says):
+    if compiler:
+        monkeypatch.setenv("CC", compiler)
+    else:
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", str(fresh))
+    reason = cpu_scan.available()
+    assert says in reason and "\n" not in reason
+    with pytest.raises(RuntimeError, match="cannot be used"):
+        works()
+
+
+def test_failed_build_names_the_error(fresh, monkeypatch):
+    monkeypatch.setattr(cpu_scan, "FLAGS", (*cpu_scan.FLAGS, "-include", "no_such_header.h"))
+    assert "no_such_header.h" in cpu_scan.available()
+
+
+def test_compiler_without_openmp_builds_for_one_thread(fresh, monkeypatch):
+    monkeypatch.setattr(cpu_scan, "_openmp_runtime", lambda: "/no/such/libgomp.so")
+    assert cpu_scan.available() is None and works()
