@@ -25,33 +25,33 @@ void glu_forward(const elem *x, const real *bias, elem *out, int64_t N, int64_t 
 }
 
 static void backward_row(const elem *restrict dout, const elem *restrict a, const elem *restrict v,
-                         const real *restrict bias, elem *restrict da, elem *restrict dv, elem *restrict out,
-                         real *restrict sum_a, real *restrict sum_v, int64_t H) {
+                         const real *restrict bias, elem *restrict da, elem *restrict dv, real *restrict sums,
+                         int64_t H) {
     for (int64_t j = 0; j < H; j++) {
-        real x = load(a[j]) + bias[j], value = load(v[j]) + bias[H + j], grad = load(dout[j]);
+        real x = load(a[j]) + bias[j], grad = load(dout[j]);
         gate g = sigmoid(x);
         real silu = x * g.on;
-        real grad_a = grad * value * (g.on + silu * g.off), grad_v = grad * silu;
+        real grad_a = grad * (load(v[j]) + bias[H + j]) * (g.on + silu * g.off), grad_v = grad * silu;
         da[j] = store(grad_a);
         dv[j] = store(grad_v);
-        if (out) out[j] = store(silu * value);
-        sum_a[j] += grad_a;
-        sum_v[j] += grad_v;
+        sums[j] += grad_a;
+        sums[H + j] += grad_v;
     }
 }
 
-/* dout (N, H), dx like x, dbias (2H); partial (units, 2H) is room to work in. `out` (N, H), or null, receives forward's
- * result again, so that it need not be kept for the backward of the layer that follows. */
-void glu_backward(const elem *dout, const elem *x, const real *bias, real *partial, elem *dx, real *dbias, elem *out,
-                  int64_t N, int64_t H, int64_t threads) {
+/* dout (N, H), dx like x, dbias (2H); partial (units, 2H) is room to work in */
+void glu_backward(const elem *dout, const elem *x, const real *bias, real *partial, elem *dx, real *dbias, int64_t N,
+                  int64_t H, int64_t threads) {
     const int64_t units = (N + ROWS - 1) / ROWS;
     #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t unit = 0; unit < units; unit++) {
         real *sums = partial + unit * 2 * H;
         memset(sums, 0, 2 * H * sizeof *sums);
-        for (int64_t n = unit * ROWS; n < smaller((unit + 1) * ROWS, N); n++)
-            backward_row(dout + n * H, x + n * 2 * H, x + n * 2 * H + H, bias, dx + n * 2 * H, dx + n * 2 * H + H,
-                         out ? out + n * H : 0, sums, sums + H, H);
+        for (int64_t n = unit * ROWS; n < smaller((unit + 1) * ROWS, N); n++) {
+            const elem *x_n = x + n * 2 * H;
+            elem *dx_n = dx + n * 2 * H;
+            backward_row(dout + n * H, x_n, x_n + H, bias, dx_n, dx_n + H, sums, H);
+        }
     }
     #pragma omp parallel for num_threads(threads)
     for (int64_t first = 0; first < 2 * H; first += COLUMNS) {

@@ -53,7 +53,7 @@ class BuildError(RuntimeError):
     """The kernels cannot be built here; the message is one line that says why."""
 
 
-def available(dtype: torch.dtype = torch.float32) -> str | None:
+def unavailable(dtype: torch.dtype = torch.float32) -> str | None:
     """Why the kernels for a dtype cannot be used, or None if they can; builds them on the first call."""
     library = _library(dtype)
     return library if isinstance(library, str) else None
@@ -109,19 +109,16 @@ def glu_forward(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return out
 
 
-def glu_backward(
-    dout: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, recompute: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients (dx, dbias) for dout (..., H), and forward's result again if asked for, else an empty tensor."""
+def glu_backward(dout: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients (dx, dbias) for dout (..., H); dbias is empty without a bias."""
     H = x.shape[-1] // 2
     N = x.numel() // (2 * H)
     dx = torch.empty(x.shape, dtype=x.dtype)
-    out = torch.empty(dout.shape if recompute else 0, dtype=x.dtype)
     biases = _bias(bias, x)
     dbias = torch.empty(2 * H, dtype=biases.dtype)
     partial = torch.empty(-(-N // ROWS), 2 * H, dtype=biases.dtype)
-    _call("glu_backward", x, dout.contiguous(), x.contiguous(), biases, partial, dx, dbias, out, N, H)
-    return dx, dbias if bias is not None else dbias.new_empty(0), out
+    _call("glu_backward", x, dout.contiguous(), x.contiguous(), biases, partial, dx, dbias, N, H)
+    return dx, dbias.to(bias.dtype) if bias is not None else torch.empty(0, dtype=dbias.dtype)
 
 
 def _call(name: str, like: torch.Tensor, *args: torch.Tensor | int) -> None:
