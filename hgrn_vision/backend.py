@@ -17,6 +17,7 @@ _DTYPES = {
     "triton": (torch.float16, torch.bfloat16, torch.float32),
     "cpu": (torch.bfloat16, torch.float32, torch.float64),
 }
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _chosen: str | None = None
 
 
@@ -60,13 +61,13 @@ def kernels(backend: str):
 
 
 @lru_cache
-def unavailable(backend: str) -> str | None:
-    """Why a backend cannot run on this machine, or None if it can."""
+def unavailable(backend: str, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why a backend cannot run on this machine, or None if it can; builds the CPU's kernels where that is to do."""
     try:
         module = kernels(backend)
     except ImportError as error:
         return str(error)
-    return module.unavailable() if backend == "cpu" else None
+    return module.unavailable(dtype) if backend == "cpu" else None
 
 
 def _unfit(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -77,7 +78,7 @@ def _unfit(backend: str, device: torch.device, dtype: torch.dtype) -> str | None
         return f"it has no kernels for {device.type} tensors"
     if dtype not in _DTYPES[backend]:
         return f"it has no kernels for {dtype}"
-    return unavailable(backend)
+    return unavailable(backend, dtype)
 
 
 def _interpreted() -> bool:
@@ -99,13 +100,31 @@ def choose(device: torch.device, dtype: torch.dtype) -> str:
 def resolve(x: torch.Tensor, name: str | None) -> str:
     """The backend to run for x: `name` if given, else the one that was set, else what 'auto' takes."""
     name = get_backend() if name is None else name
+    # what is scripted, traced or exported must hold plain operations
+    if name == "auto" and (is_scriptable() or is_exportable() or torch.jit.is_tracing()):
+        return "torch"
+    return _resolve(name, x.device, x.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _resolve(name: str, device: torch.device, dtype: torch.dtype) -> str:
     if name == "auto":
-        # what is scripted, traced or exported must hold plain operations
-        if is_scriptable() or is_exportable() or torch.jit.is_tracing():
-            return "torch"
-        return choose(x.device, x.dtype)
+        return choose(device, dtype)
     _check_name(name, "hgru_scan")
-    reason = _unfit(name, x.device, x.dtype)
+    reason = _unfit(name, device, dtype)
     if reason:
         raise RuntimeError(f"backend {name!r} was asked for but cannot run: {reason}; 'auto' takes one that can")
     return name
+
+
+def needs_dispatcher(*tensors: torch.Tensor | None) -> bool:
+    """Whether an operation on these tensors must be seen by autograd, a compiler, a mode or a transform.
+
+    If not, its kernel can be called at once: PyTorch's dispatcher costs as much as the scan of a small image.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    if torch._C._are_functorch_transforms_active():
+        return True
+    grad = torch.is_grad_enabled()
+    return any(t is not None and (type(t) not in _PLAIN or t.is_meta or (grad and t.requires_grad)) for t in tensors)

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a model, or continue a run",
     "predict": "class names and probabilities for pictures",
     "evaluate": "accuracy of a model on labelled pictures, class by class",
+    "bench": "speed and memory beside other models of timm",
     "models": "the models of this package, their size and cost",
     "doctor": "check this machine: versions, devices, backends, space",
 }

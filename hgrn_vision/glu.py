@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_function
 
-from .backend import kernels, resolve
+from .backend import kernels, needs_dispatcher, resolve
 
 
 @register_notrace_function
@@ -22,9 +22,9 @@ def glu(x: torch.Tensor, bias: torch.Tensor | None, backend: str | None = None) 
     if torch.jit.is_scripting():
         return _plain(x, bias)
     backend = resolve(x, backend)
-    if backend == "torch":
+    if bias is None or backend == "torch":
         return _plain(x, bias)
-    return _glu(x, bias, backend)
+    return _glu(x, bias, backend) if needs_dispatcher(x, bias) else kernels(backend).glu_forward(x, bias)
 
 
 def _plain(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -71,7 +71,8 @@ def add_linear(
     """residual + x W^T + bias, where the product accumulates into residual + bias: one pass over memory, not three."""
     if torch.jit.is_scripting():
         return residual + F.linear(x, weight, bias)
-    if bias is None or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    # autocast would leave a product that is asked for in place in full precision
+    if bias is None or x.is_meta or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return residual + F.linear(x, weight, bias)
     out = residual.flatten(0, -2) + bias
     return out.addmm_(x.flatten(0, -2), weight.t()).view_as(residual)

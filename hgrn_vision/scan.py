@@ -3,7 +3,7 @@
 import torch
 from timm.layers import register_notrace_function
 
-from .backend import kernels, resolve
+from .backend import kernels, needs_dispatcher, resolve
 from .kernels import torch_scan
 
 
@@ -33,7 +33,9 @@ def hgru_scan(
     backend = resolve(x, backend)
     if backend == "torch":
         return torch_scan.hgru_scan(x, lower_bound, theta, bias)
-    return _scan(x, lower_bound, theta, bias, backend)[0]
+    if needs_dispatcher(x, lower_bound, theta, bias):
+        return _scan(x, lower_bound, theta, bias, backend)[0]
+    return kernels(backend).forward(x, lower_bound, theta, bias)[0]
 
 
 def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -114,7 +114,7 @@ def test_a_plain_install_has_the_kernels(tmp_path):
     result = run(code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)})
     folder, files = result.stdout.splitlines()
     assert folder == str(tmp_path / "site" / "hgrn_vision" / "kernels")
-    assert "torch_scan.py" in files
+    assert "torch_scan.py" in files and "cpu_scan.c" in files and "cpu_math.h" in files
     assert not (tmp_path / "site" / "kernels").exists()
 
 

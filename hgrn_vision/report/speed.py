@@ -1,0 +1,38 @@
+"""The chart of the benchmark: throughput and memory against the size of the images."""
+
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLOURS = ("#3b82f6", "#17a673", "#ea7a30", "#8b5cf6")
+
+
+def plot_speed(rows: Sequence[Mapping[str, Any]], file: IO[bytes]) -> None:
+    """Draw the rows of bench.csv as a PNG: a column of panels for each task, models solid, peers dashed."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure = Figure(figsize=(5.6 * max(1, len(tasks)), 7.2), layout="constrained")
+    figure.suptitle("solid: recurrent models, dashed: their peers", fontsize=10)
+    panels = figure.subplots(2, max(1, len(tasks)), squeeze=False)
+    for task, (speed, memory) in zip(tasks, panels.T, strict=False):
+        chosen = [row for row in rows if row["task"] == task]
+        _draw(speed, chosen, "images_per_second", task, "images per second")
+        _draw(memory, chosen, "memory_mb", f"memory of a step, {task}", "MB for a million pixels", per_pixel=True)
+    figure.savefig(file, format="png", dpi=130)
+
+
+def _draw(axes: Axes, rows: Sequence[Mapping[str, Any]], column: str, title: str, label: str, per_pixel=False) -> None:
+    for colour, model in zip(COLOURS * len(rows), dict.fromkeys(row["model"] for row in rows), strict=False):
+        mine = [row for row in rows if row["model"] == model]
+        sizes = [row["size"] for row in mine]
+        scale = [1e6 / (row["batch"] * row["size"] ** 2) if per_pixel else 1.0 for row in mine]
+        for prefix, name, style in (("", model, "o-"), ("peer_", mine[0]["peer"], "s--")):
+            values = [row[prefix + column] * factor for row, factor in zip(mine, scale, strict=True)]
+            axes.plot(sizes, values, style, color=colour, alpha=1.0 if not prefix else 0.55, label=name)
+    axes.set(title=title, xlabel="pixels a side", ylabel=label, xscale="log", yscale="log")
+    ticks = sorted({row["size"] for row in rows})
+    axes.set_xticks(ticks, [str(size) for size in ticks])
+    axes.minorticks_off()
+    axes.grid(True, alpha=0.2)
+    axes.legend(fontsize=8, frameon=False)

@@ -1,0 +1,261 @@
+"""`hgrn-vision bench`: our models against peers from timm, interleaved in one process."""
+
+import argparse
+import csv
+import ctypes
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+from ..backend import choose
+from ..report.speed import plot_speed
+from .output import check_free, whole_file
+
+EXAMPLE = "hgrn-vision bench --sizes 224 384 --output runs/bench"
+MODELS = ["hgrn_deit_tiny_patch16_224", "hgrn_deit_small_patch16_224"]
+PEERS = ["deit_tiny_patch16_224", "deit_small_patch16_224"]
+TASKS = ("inference", "latency", "training")
+HEADER = f"{'model':36}      task  size batch  images/s    peer  ratio  share     MB   peer"
+Step = Callable[[], object]
+
+
+@dataclass
+class Row:
+    """One line of the table: a model at one image size, next to its peer."""
+
+    task: str
+    size: int
+    batch: int
+    model: str
+    peer: str
+    images_per_second: float
+    peer_images_per_second: float
+    ratio: float
+    share_of_products: float  # time of the model's linear layers alone over the model's time
+    memory_mb: float  # at the peak of a step, beyond what was held before it
+    peer_memory_mb: float
+    ns_per_pixel: float
+    bytes_per_pixel: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", metavar="NAME", default=MODELS, help="models to measure")
+    parser.add_argument("--peers", nargs="+", metavar="NAME", default=PEERS, help="for each the timm model beside it")
+    parser.add_argument("--sizes", nargs="+", type=int, metavar="PIXELS", default=[224, 384, 512, 768, 1024])
+    parser.add_argument("--batch", nargs="+", type=int, metavar="N", help="images a batch for each size [as 32 at 224]")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, help="what to time [all three]")
+    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="time for each line [6]")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="[cuda, else cpu]")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights [float32]")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"), metavar="DIR", help="[runs/bench]")
+    parser.add_argument("--force", action="store_true", help="overwrite what is there")
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = _settings(args)
+    table, chart = args.output / "bench.csv", args.output / "bench.png"
+    check_free([table, chart], args.force)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    print(f"{where}, {args.dtype}, {choose(device, dtype)} backend, best of interleaved runs")
+    print(
+        f"{'':36}{'task':>10}{'size':>6}{'batch':>6}{'images/s':>10}{'peer':>8}{'ratio':>7}{'share':>7}{'MB':>7}{'peer':>7}"
+    )
+    rows = []
+    for name, peer, task, size, batch in tqdm(settings, disable=not sys.stderr.isatty(), unit="line"):
+        rows.append(measure(name, peer, task, size, batch, device, dtype, args.seconds))
+        tqdm.write(_line(rows[-1]), file=sys.stdout)
+    _write_table(table, rows)
+    with whole_file(chart, binary=True) as file:
+        plot_speed([asdict(row) for row in rows if row.task != "latency"], file)
+    print("share: time of the model's linear layers alone over the model's own; MB: at the peak of a step")
+    print(f"table: {table}\nchart: {chart}")
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
+    for name in (*args.models, *args.peers):
+        if not timm.is_model(name):
+            raise ValueError(
+                f"unknown model {name!r}; `hgrn-vision models` and timm.list_models() name those there are"
+            )
+    peers = args.peers * len(args.models) if len(args.peers) == 1 else args.peers[: len(args.models)]
+    if len(peers) < len(args.models):
+        raise ValueError(f"{len(args.models)} models need as many --peers, or one for all; got {len(args.peers)}")
+    if min(args.sizes) < 1 or args.seconds <= 0 or (args.threads or 1) < 1:
+        raise ValueError("--sizes, --seconds and --threads must be positive")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no GPU that PyTorch can use")
+    batches = args.batch or [max(1, int(32 * (224 / size) ** 2)) for size in args.sizes]
+    if len(batches) != len(args.sizes) or min(batches) < 1:
+        raise ValueError(f"--batch needs one positive number for each of the {len(args.sizes)} sizes")
+    shapes = list(zip(args.sizes, batches, strict=True))
+    settings = []
+    for (name, peer), task in itertools.product(zip(args.models, peers, strict=True), args.tasks):
+        # the latency is that of one image of the first size
+        for size, batch in [(args.sizes[0], 1)] if task == "latency" else shapes:
+            settings.append((name, peer, task, size, batch))
+    return settings
+
+
+def measure(name: str, peer: str, task: str, size: int, batch: int, device, dtype, seconds: float) -> Row:
+    """Time a model, its peer and its products in turns; each figure is the best of its turns."""
+    images = torch.randn(batch, 3, size, size, device=device, dtype=dtype)
+    make_step = training_step if task == "training" else inference_step
+    models = [_create(model, size).to(device=device, dtype=dtype) for model in (name, peer)]
+    ours, theirs = (make_step(model, images) for model in models)
+    memory, peer_memory = peak_memory(ours, device), peak_memory(theirs, device)
+    products = products_step(models[0], images, backward=task == "training")
+    time_ours, time_theirs, time_products = best_times([ours, theirs, products], device, seconds)
+    return Row(
+        task=task,
+        size=size,
+        batch=batch,
+        model=name,
+        peer=peer,
+        images_per_second=batch / time_ours,
+        peer_images_per_second=batch / time_theirs,
+        ratio=time_theirs / time_ours,
+        share_of_products=time_products / time_ours,
+        memory_mb=memory / 2**20,
+        peer_memory_mb=peer_memory / 2**20,
+        ns_per_pixel=1e9 * time_ours / (batch * size**2),
+        bytes_per_pixel=memory / (batch * size**2),
+    )
+
+
+def _create(name: str, size: int) -> nn.Module:
+    try:
+        return timm.create_model(name, img_size=size)
+    except TypeError:  # a network without position embeddings has no such argument
+        return timm.create_model(name)
+
+
+def inference_step(model: nn.Module, images: torch.Tensor) -> Step:
+    model.eval()
+
+    def step():
+        with torch.inference_mode():
+            return model(images)
+
+    return step
+
+
+def training_step(model: nn.Module, images: torch.Tensor) -> Step:
+    """Forward, backward and AdamW on random labels."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+
+    def step():
+        F.cross_entropy(model(images).float(), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def products_step(model: nn.Module, images: torch.Tensor, backward: bool) -> Step:
+    """The model's linear layers and convolutions alone, on inputs of the same shapes: the limit of its speed."""
+    products, inputs = [], {}
+
+    def record(layer, args):
+        shape = args[0].shape
+        inputs.setdefault(shape, torch.randn(shape, device=images.device, dtype=images.dtype, requires_grad=backward))
+        products.append((layer, inputs[shape]))
+
+    kinds = (nn.Linear, nn.Conv2d)
+    hooks = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, kinds)]
+    with torch.no_grad():
+        model(images)
+    for hook in hooks:
+        hook.remove()
+
+    def product(layer, x):
+        if isinstance(layer, nn.Conv2d):
+            return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
+        return F.linear(x, layer.weight)
+
+    def step():
+        with torch.inference_mode(not backward):
+            for layer, x in products:
+                y = product(layer, x)
+                if backward:
+                    torch.autograd.grad(y, (layer.weight, x), torch.empty_like(y))
+
+    return step
+
+
+def best_times(steps: list[Step], device: torch.device, seconds: float) -> list[float]:
+    """The shortest time of each step, taken in turns until the time is used up, three turns at least."""
+    best = [math.inf] * len(steps)
+    for step in steps:
+        step()
+    end = time.perf_counter() + seconds
+    for turn in itertools.count():
+        if turn >= 3 and time.perf_counter() > end:
+            return best
+        for i, step in enumerate(steps):
+            _synchronize(device)
+            start = time.perf_counter()
+            step()
+            _synchronize(device)
+            best[i] = min(best[i], time.perf_counter() - start)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(step: Step, device: torch.device) -> float:
+    """Bytes at the peak of a step beyond what was held before it; NaN where the system does not tell."""
+    step()  # what stays after a step, such as the optimizer's state, is there now
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - held
+    try:
+        # give freed memory back to the system and let it count its peak anew
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        held = _status("VmRSS")
+        step()
+        return _status("VmHWM") - held
+    except (OSError, AttributeError):
+        return math.nan
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.model:36}{row.task:>10}{row.size:>6}{row.batch:>6}{row.images_per_second:>10.1f}"
+        f"{row.peer_images_per_second:>8.1f}{row.ratio:>6.2f}x{row.share_of_products:>7.0%}"
+        f"{row.memory_mb:>7.0f}{row.peer_memory_mb:>7.0f}"
+    )
+
+
+def _write_table(path: Path, rows: list[Row]) -> None:
+    with whole_file(path) as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows)
