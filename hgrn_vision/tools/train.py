@@ -11,10 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
+from ..backend import choose, get_backend
+from ..train.build import DTYPES, precision
 from ..train.config import TrainConfig, from_mapping, read_yaml, to_yaml
-from ..train.distributed import LostRank
+from ..train.distributed import LostRank, choose_device
 from ..train.engine import Progress
 from ..train.faults import Diverged
 from ..train.recipes import RECIPES
@@ -98,8 +101,7 @@ def _train(args: argparse.Namespace, main: bool) -> int:
         return 0
     if main and config.data == "digits" and "data" not in args:
         print("No data given: training on the handwritten digits that come with the package.")
-    command = _command()
-    outcome = train(config, output, command, args.allow_change, Display())
+    outcome = train(config, output, _command(), args.allow_change, Display(), _details(config))
     if main:
         _show_outcome(outcome, config)
     return 0
@@ -131,6 +133,15 @@ def _command() -> str:
     return f"{launcher}{program} {shlex.join(arguments)}".strip()
 
 
+def _details(config: TrainConfig) -> dict[str, str]:
+    """Which implementation computes our own models."""
+    if not config.model.startswith("hgrn"):
+        return {}
+    device, name = choose_device(config.device), get_backend()
+    dtype = DTYPES[precision(config, device)] or torch.float32
+    return {"backend": choose(device, dtype) if name == "auto" else name}
+
+
 def _evaluate(args: argparse.Namespace) -> int:
     result = score(args.eval, given_settings(args))
     evaluation = result.evaluation
@@ -156,12 +167,13 @@ class Display(Observer):
         parameters = sum(p.numel() for p in run.engine.model.parameters())
         self.epochs, self.steps, self.batch_size = config.epochs, run.steps, config.batch_size
         self.first, self.begin = run.progress.updates, time.monotonic()
+        backend = f" ({run.about['backend']} backend)" if "backend" in run.about else ""
         print(
             f"{config.model}: {parameters:,} parameters, {len(run.class_names)} classes, "
             f"{len(run.train_split):,} training and {len(run.validation):,} validation images"
         )
         print(
-            f"{world.size} x {world.device.type}, batch {config.batch_size} = {config.micro_batches} x "
+            f"{world.size} x {world.device.type}{backend}, batch {config.batch_size} = {config.micro_batches} x "
             f"{config.micro_batch}, {config.epochs} epochs of {run.steps} steps, output {run.output}"
         )
         if run.resumed:
@@ -230,5 +242,5 @@ class _Lines(logging.Handler):
 def _show_warnings(main: bool) -> None:
     logger = logging.getLogger("hgrn_vision")
     logger.handlers = [_Lines()] if main else [logging.NullHandler()]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.WARNING)
     logger.propagate = False

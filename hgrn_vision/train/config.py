@@ -227,21 +227,28 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a YAML file: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no settings")
-    content = {key: value for key, value in content.items() if key != "versions"}
+    content = {key: value for key, value in content.items() if key != "about"}
     if set(content) <= {"recipe", "machine"} and any(isinstance(value, dict) for value in content.values()):
         return {**content.get("recipe", {}), **content.get("machine", {})}
     return content
 
 
-def to_yaml(config: TrainConfig, versions: Mapping[str, str] | None = None) -> str:
-    """config.yaml: the recipe, the machine, and the versions that ran it."""
+def to_yaml(config: TrainConfig, about: Mapping[str, str] | None = None) -> str:
+    """config.yaml: the recipe, the machine, and the command and versions that ran it."""
     mapping = to_mapping(config)
     document: dict[str, Any] = {kind: {} for kind in ("recipe", "machine")}
     for item in fields(config):
         document[item.metadata["kind"]][item.name] = mapping[item.name]
-    if versions:
-        document["versions"] = dict(versions)
-    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    if about:
+        document["about"] = dict(about)
+    return yaml.dump(document, Dumper=_Lines, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+
+
+class _Lines(yaml.SafeDumper):
+    """One line a setting: mappings as blocks, lists inline."""
+
+    def represent_mapping(self, tag, mapping, flow_style=None):
+        return super().represent_mapping(tag, mapping, flow_style=False)
 
 
 def recipe_changes(old: Mapping[str, Any], new: TrainConfig) -> dict[str, tuple[Any, Any]]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .build import build_model, data_spec, describe_model
 from .checkpoint import Checkpoints
-from .config import TrainConfig, recipe_changes, to_mapping, to_yaml
+from .config import TrainConfig, to_mapping, to_yaml
 from .data import open_splits, steps_per_epoch
 from .distributed import World, check_ranks, start
 from .engine import Engine, Progress
@@ -16,6 +16,7 @@ from .evaluation import Evaluation, evaluate
 from .faults import Diverged, StopRequest
 from .loaders import EvalLoader, TrainLoader
 from .records import BadImages, export_model, peak_memory, versions, write_log, write_text
+from .resume import check_same_run, find_best, restore
 from .summary import measure_gates, write_summary
 from .trackers import check_trackers, open_trackers
 from .workers import BadRecord
@@ -63,12 +64,23 @@ def train(
     command: str = "",
     allow_change: bool = False,
     observer: Observer | None = None,
+    details: dict[str, str] | None = None,
 ) -> Outcome:
-    """Start the run in folder `output`, or continue it; on every process of the run."""
+    """Start the run in folder `output`, or continue it; on every process of the run.
+
+    Args:
+        config: all settings.
+        output: the run folder.
+        command: what the user typed, for the report.
+        allow_change: continue a run although its recipe has changed.
+        observer: is told what happens, on rank 0.
+        details: recorded beside the versions.
+    """
     world = start(config)
-    observer = observer if observer and world.main else Observer()
+    about = {"command": command, **versions(), **(details or {})}
     with StopRequest() as stop:
-        run = Run(config, Path(output), world, stop, observer, command, allow_change)
+        run = Run(config, Path(output), world, stop, observer if observer and world.main else Observer(), about)
+        run.open(allow_change)
         try:
             outcome = run.go()
         finally:
@@ -87,12 +99,15 @@ class Run:
         world: World,
         stop: StopRequest,
         observer: Observer,
-        command: str,
-        allow_change: bool,
+        about: dict[str, str],
     ) -> None:
         self.config, self.output, self.world, self.stop, self.observer = config, output, world, stop, observer
-        self.command = command
+        self.about = about
         self.checkpoints = Checkpoints(output / "checkpoints")
+
+    def open(self, allow_change: bool) -> None:
+        """Load everything, from a checkpoint where there is one."""
+        config, world = self.config, self.world
         world.on_main(lambda: check_ranks(config, world.size))
         world.on_main(lambda: check_trackers(config))
         self.train_split, self.validation = world.everywhere(lambda: open_splits(config))
@@ -100,18 +115,21 @@ class Run:
         self.steps = steps_per_epoch(self.train_split, config)
         contents = world.on_main(self.checkpoints.load)
         self.resumed = contents is not None
-        changes = self._check_same_run(contents, allow_change) if contents else {}
-        model = world.everywhere(
-            lambda: build_model(config, len(self.class_names), pretrained=config.pretrained and not contents)
-        )
+        if contents:
+            changes = check_same_run(contents, config, self.train_split, self.output, allow_change)
+        pretrained = config.pretrained and not self.resumed
+        model = world.everywhere(lambda: build_model(config, len(self.class_names), pretrained))
         self.spec = data_spec(config, model)
         describe_model(model, self.spec)
+        self.engine = world.everywhere(lambda: Engine(config, world, model, self.spec, self.steps))
+        if contents:
+            restore(self.engine, contents, changes, self.steps, self.train_split.indexed)
+            find_best(self.checkpoints, self.engine, world)
+        if self.progress.rollbacks >= ROLLBACKS:
+            raise Diverged(self._divergence())
+        self._prepare_output()
         self.train_loader = TrainLoader(self.train_split, config, self.spec, world.rank, world.size)
         self.eval_loader = EvalLoader(self.validation, config, self.spec, world.rank, world.size)
-        self.engine = Engine(config, world, model, self.spec, self.steps)
-        if contents:
-            self._resume(contents, changes)
-        self._prepare_output()
 
     @property
     def progress(self) -> Progress:
@@ -139,45 +157,6 @@ class Run:
         for tracker in self.trackers:
             tracker.close()
 
-    def _check_same_run(self, contents: dict[str, Any], allow_change: bool) -> dict[str, tuple[Any, Any]]:
-        """The recipe fields that differ from the checkpoint's; a ValueError where that is not allowed."""
-        if contents["class_names"] != self.class_names:
-            raise ValueError(f"the run in {self.output} was trained on other classes; give another --output")
-        changes = recipe_changes(contents["config"], self.config)
-        if contents["train_images"] != len(self.train_split):
-            changes["training images"] = (contents["train_images"], len(self.train_split))
-        listed = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changes.items())
-        if changes and not allow_change:
-            raise ValueError(
-                f"the run in {self.output} was started with other settings: {listed}; "
-                "use the old ones, give another --output, or --allow-change"
-            )
-        if changes:
-            _logger.warning("continuing with changed settings: %s", listed)
-        return changes
-
-    def _resume(self, contents: dict[str, Any], changes: dict[str, Any]) -> None:
-        try:
-            self.engine.restore(contents)
-        except (RuntimeError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"the checkpoint in {self.output} does not fit these settings: {reason}") from error
-        if changes:
-            self.progress.rollbacks = 0
-        if self.progress.rollbacks >= ROLLBACKS:
-            raise Diverged(self._divergence())
-        moved = {"batch_size", "epoch_steps", "repeats", "seed", "training images"} & set(changes)
-        if self.progress.step and (moved or not self.train_split.indexed):
-            _logger.warning("epoch %d starts again: its images cannot be counted off", self.progress.epoch + 1)
-            self.progress.repeat_epoch()
-        self.progress.updates = self.progress.epoch * self.steps + self.progress.step
-        best = self.world.on_main(lambda: (self.checkpoints.load_best() or {}).get("progress", {}).get("best"))
-        # killed after an epoch's best was written and before its checkpoint was, a run must not make it worse
-        if best and (not self.progress.best or best["val_top1"] > self.progress.best["val_top1"]):
-            self.progress.best = best
-        elif best is None and self.progress.epoch < self.config.epochs:
-            self.progress.best = None
-
     def _prepare_output(self) -> None:
         self.bad_images = self.world.on_main(lambda: BadImages(self.output / "bad_images.csv"))
         self.world.on_main(self._write_settings)
@@ -188,7 +167,7 @@ class Run:
         self.trackers = open_trackers(self.config, self.output, self.progress.updates) if self.world.main else []
 
     def _write_settings(self) -> None:
-        write_text(self.output / "config.yaml", to_yaml(self.config, {**versions(), "command": self.command}))
+        write_text(self.output / "config.yaml", to_yaml(self.config, self.about))
         write_log(self.output / "log.csv", self.progress.history)
 
     def _contents(self) -> dict[str, Any]:
@@ -197,7 +176,7 @@ class Run:
             "config": to_mapping(self.config),
             "class_names": self.class_names,
             "train_images": len(self.train_split),
-            "versions": versions(),
+            "about": self.about,
         }
 
     def _save(self, best: bool = False) -> None:
@@ -342,7 +321,7 @@ class Run:
         write_summary(
             self.output / "report.html",
             config=self.config,
-            command=self.command,
+            about=self.about,
             progress=self.progress,
             validation=self.validation,
             evaluation=evaluation,

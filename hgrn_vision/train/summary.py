@@ -14,7 +14,6 @@ from .data import Split, Stream
 from .engine import Progress
 from .evaluation import Evaluation
 from .images import BadImage
-from .records import versions
 from .workers import BadRecord
 
 MISTAKES = 24
@@ -25,7 +24,7 @@ GATE_BINS = np.linspace(0, 1, 51)
 def write_summary(
     path: Path,
     config: TrainConfig,
-    command: str,
+    about: dict[str, str],
     progress: Progress,
     validation: Split | Stream,
     evaluation: Evaluation,
@@ -43,9 +42,9 @@ def write_summary(
         path,
         ReportData(
             title=f"{config.model}, recipe {config.recipe}",
-            command=command,
+            command=about["command"],
             config=to_mapping(config),
-            versions=versions(),
+            versions={name: value for name, value in about.items() if name != "command"},
             history=progress.history,
             result=result,
             class_names=validation.class_names,
