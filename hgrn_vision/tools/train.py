@@ -235,12 +235,10 @@ class _Lines(logging.Handler):
     """Messages that do not cut through the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        tqdm.write(prefix + record.getMessage(), file=sys.stderr)
+        tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
 def _show_warnings(main: bool) -> None:
     logger = logging.getLogger("hgrn_vision")
     logger.handlers = [_Lines()] if main else [logging.NullHandler()]
     logger.setLevel(logging.WARNING)
-    logger.propagate = False

@@ -159,7 +159,8 @@ class Run:
 
     def _prepare_output(self) -> None:
         self.bad_images = self.world.on_main(lambda: BadImages(self.output / "bad_images.csv"))
-        self.world.on_main(self._write_settings)
+        if self.progress.epoch < self.config.epochs:
+            self.world.on_main(self._write_settings)
         if not self.resumed:
             # something to go back to, and an output that cannot be written fails here
             self._save()

@@ -1,0 +1,358 @@
+"""A run and its folder: stopping and continuing, what it leaves behind, what it refuses."""
+
+import csv
+import logging
+import os
+import signal
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from training import SMALL, digits
+
+from hgrn_vision.train.checkpoint import read
+from hgrn_vision.train.config import from_mapping, read_yaml
+from hgrn_vision.train.evaluation import Evaluation
+from hgrn_vision.train.records import COLUMNS
+from hgrn_vision.train.run import Observer, Run, train
+from hgrn_vision.train.score import score
+
+
+def log(output: Path) -> list[dict[str, str]]:
+    with open(output / "log.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+class Steps(Observer):
+    """Records losses, and sends this process a signal after a step."""
+
+    def __init__(self, stop_after: int = 0, number: int = signal.SIGTERM) -> None:
+        self.losses: dict[int, float] = {}
+        self.stop_after, self.number = stop_after, number
+
+    def stepped(self, progress, loss, lr):
+        self.losses[progress.updates] = loss
+        if progress.updates == self.stop_after:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that ended, with averaged weights: (config, folder)."""
+    config = digits(ema=0.9, drop_path=0.1)
+    output = tmp_path_factory.mktemp("finished") / "run"
+    outcome = train(config, output, command="python train_imagenet.py --that")
+    assert outcome.status == "finished"
+    return config, output
+
+
+def test_every_signal_stops_after_the_step_and_the_run_continues_exactly(tmp_path):
+    config = digits(ema=0.9, drop_path=0.3, mixup=0.8, repeats=3, epochs=3, epoch_steps=4)
+    whole, parts = Steps(), Steps()
+    train(config, tmp_path / "whole", observer=whole)
+    for after, number in [(1, signal.SIGTERM), (5, signal.SIGINT), (9, signal.SIGUSR1)]:
+        observer = Steps(after, number)
+        outcome = train(config, tmp_path / "parts", observer=observer)
+        # the signal arrives when the step is over, so the next one is the one that is finished
+        assert (outcome.status, outcome.signal) == ("stopped", signal.Signals(number).name)
+        assert outcome.progress.updates == after + 1
+        parts.losses |= observer.losses
+    last = Steps()
+    assert train(config, tmp_path / "parts", observer=last).status == "finished"
+    assert parts.losses | last.losses == whole.losses
+    got, want = (read(tmp_path / name / "checkpoints" / "last.safetensors") for name in ("parts", "whole"))
+    for part in ("model", "ema"):
+        for name, tensor in want[part].items():
+            assert torch.equal(got[part][name], tensor), f"{part} {name}"
+    assert [row["step"] for row in log(tmp_path / "parts")] == ["4", "8", "12"]
+
+
+def test_signals_are_given_back_after_a_run(finished):
+    config, output = finished
+    before = signal.getsignal(signal.SIGTERM)
+    train(config, output)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_folder_of_a_run(finished):
+    config, output = finished
+    assert {path.name for path in output.iterdir()} == {"config.yaml", "log.csv", "checkpoints", "model", "report.html"}
+    assert tuple(log(output)[0]) == COLUMNS
+    assert from_mapping(read_yaml(output / "config.yaml")) == config
+    text = (output / "config.yaml").read_text()
+    assert "commit: " in text and f"torch: {torch.__version__.split('+')[0]}" in text
+    report = (output / "report.html").read_text()
+    assert "python train_imagenet.py --that" in report
+    assert "http://" not in report.replace("http://www.w3.org", "") and "<script src" not in report
+
+
+def test_the_model_folder_holds_the_best_averaged_weights(finished):
+    config, output = finished
+    model = timm.create_model(f"local-dir:{output / 'model'}", pretrained=True).eval()
+    best = read(output / "checkpoints" / "best.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, best["ema"][name]), name
+    cfg = model.pretrained_cfg
+    assert cfg["label_names"] == [str(digit) for digit in range(10)] == best["class_names"]
+    assert tuple(cfg["input_size"]) == (3, 8, 8) and cfg["crop_pct"] == 1.0
+    assert len(model.blocks) == SMALL["depth"] and model.patch_embed.patch_size == (2, 2)
+
+
+def test_score_is_the_logs_best(finished):
+    _, output = finished
+    result = score(output, {})
+    best = max(log(output), key=lambda row: float(row["val_top1"]))
+    assert result.evaluation.top1 == float(best["val_top1"])
+    assert result.evaluation.loss == float(best["val_loss"])
+    # a half of the run's images, asked for by a flag
+    assert score(output / "checkpoints" / "last.safetensors", {"eval_images": 32}).evaluation.images == 32
+
+
+def test_a_finished_run_changes_nothing(finished):
+    config, output = finished
+    before = files(output)
+    outcome = train(config, output, command="python train_imagenet.py --that")
+    assert outcome.status == "finished before"
+    assert outcome.progress.best["val_top1"] == max(float(row["val_top1"]) for row in log(output))
+    assert files(output) == before
+
+
+def test_a_finished_run_without_its_report_writes_it_again(finished):
+    config, output = finished
+    (output / "report.html").unlink()
+    assert train(config, output, command="python train_imagenet.py --that").status == "finished before"
+    assert (output / "report.html").exists()
+
+
+def test_changed_recipe_is_refused_and_changes_nothing(finished):
+    config, output = finished
+    before = files(output)
+    with pytest.raises(ValueError, match=r"other settings: lr 0.001 -> 0.5, betas .*--allow-change"):
+        train(replace(config, lr=0.5, betas=(0.1, 0.2)), output)
+    with pytest.raises(ValueError, match=r"training images 1438 -> 899"):
+        train(replace(config, holdout=0.5), output, allow_change=False)
+    assert files(output) == before
+
+
+def test_machine_settings_may_change_and_the_recipe_when_allowed(tmp_path, caplog):
+    config = digits()
+    train(config, tmp_path, observer=Steps(1))
+    assert train(replace(config, workers=1, save_steps=1), tmp_path, observer=Steps(3)).status == "stopped"
+    with caplog.at_level(logging.WARNING):
+        outcome = train(replace(config, epochs=3, lr=0.01), tmp_path, allow_change=True)
+    assert "epochs 2 -> 3, lr 0.001 -> 0.01" in caplog.text
+    assert outcome.status == "finished" and len(log(tmp_path)) == 3
+    # the schedule is the new one
+    assert float(log(tmp_path)[1]["lr"]) > 0.001
+
+
+def test_another_batch_size_starts_the_epoch_again(tmp_path, caplog):
+    config = digits(epoch_steps=6)
+    train(config, tmp_path, observer=Steps(8))
+    with caplog.at_level(logging.WARNING):
+        train(replace(config, batch_size=96, epoch_steps=4), tmp_path, allow_change=True)
+    assert "epoch 2 starts again" in caplog.text
+    assert [row["step"] for row in log(tmp_path)] == ["6", "8"]
+
+
+def test_a_model_that_does_not_fit_the_checkpoint_is_one_line(finished):
+    config, output = finished
+    with pytest.raises(ValueError, match="does not fit these settings"):
+        train(replace(config, model_args={**SMALL, "embed_dim": 24}), output, allow_change=True)
+
+
+def test_the_best_is_never_replaced_by_a_worse_one(tmp_path, monkeypatch):
+    """Top-1 rises and falls; the run is stopped and continued in between."""
+    scores = iter([30.0, 70.0, 50.0, 60.0, 65.0])
+    monkeypatch.setattr(Evaluation, "top1", property(lambda self: next(scores)))
+    config = digits(epochs=4, epoch_steps=1)
+    train(config, tmp_path, observer=Steps(2))
+    train(config, tmp_path)
+    best = read(tmp_path / "checkpoints" / "best.safetensors")
+    assert best["progress"]["best"]["val_top1"] == 70.0 and best["progress"]["epoch"] == 2
+    assert [float(row["val_top1"]) for row in log(tmp_path)] == [30, 70, 50, 60]
+
+
+def test_a_best_that_is_ahead_of_the_last_checkpoint_is_kept(tmp_path, monkeypatch):
+    """As after a kill between the two: the repeated epoch comes out worse, on another machine perhaps."""
+    scores = iter([30.0, 70.0, 50.0])
+    monkeypatch.setattr(Evaluation, "top1", property(lambda self: next(scores, 20.0)))
+    config = digits(epochs=2, epoch_steps=1)
+    train(config, tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    os.replace(checkpoints / "previous.safetensors", checkpoints / "last.safetensors")
+    assert train(config, tmp_path).progress.best["val_top1"] == 70.0
+    assert read(checkpoints / "best.safetensors")["progress"]["best"]["val_top1"] == 70.0
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
+def test_a_damaged_checkpoint_costs_steps_but_not_the_result(tmp_path, damage, caplog, finished):
+    config, whole = finished
+    train(replace(config, save_steps=1), tmp_path, observer=Steps(4))
+    path = tmp_path / "checkpoints" / "last.safetensors"
+    data = path.read_bytes()
+    middle = len(data) // 2
+    flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+    path.write_bytes({"cut": data[:middle], "empty": b"", "flipped": flipped}[damage])
+    with caplog.at_level(logging.WARNING):
+        train(config, tmp_path)
+    assert "going on from" in caplog.text
+    got, want = (read(folder / "checkpoints" / "last.safetensors")["model"] for folder in (tmp_path, whole))
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+def test_rolling_back_replays_with_other_randomness_and_resumes_exactly(tmp_path, monkeypatch):
+    """The loss becomes NaN in steps 3 to 5 until the run has gone back once."""
+    from hgrn_vision.train.engine import Engine
+
+    whole = Engine._backward
+
+    def backward(self, batch, count, last):
+        loss = whole(self, batch, count, last)
+        bad = self.progress.rollbacks == 0 and 2 <= self.progress.updates <= 4
+        return loss * float("nan") if bad else loss
+
+    monkeypatch.setattr(Engine, "_backward", backward)
+    config = digits(mixup=0.8, epochs=1, epoch_steps=8, save_steps=1)
+    calm, rolled, parts = Steps(), Steps(), Steps()
+    outcome = train(config, tmp_path / "rolled", observer=rolled)
+    assert (outcome.progress.rollbacks, outcome.progress.skipped) == (1, 3)
+    assert outcome.progress.updates == 8
+    train(config, tmp_path / "parts", observer=Steps(1))
+    stopped = Steps(6)
+    train(config, tmp_path / "parts", observer=stopped)
+    train(config, tmp_path / "parts", observer=parts)
+    assert {**stopped.losses, **parts.losses}.items() <= rolled.losses.items()
+    monkeypatch.setattr(Engine, "_backward", whole)
+    train(config, tmp_path / "calm", observer=calm)
+    assert calm.losses[1] == rolled.losses[1] and calm.losses[3] != rolled.losses[3]
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two classes of 40 and 12 pictures of noise with a tint, some broken or odd."""
+    rng = np.random.default_rng(0)
+    root = tmp_path / "photos"
+    for split, count in (("train", 40), ("val", 12)):
+        for number, name in enumerate(("blue", "red")):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (20, 24, 3), dtype=np.uint8)
+                pixels[..., 2 * (1 - number)] //= 2
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    (root / "train" / "red" / "3.png").write_bytes((root / "train" / "red" / "3.png").read_bytes()[:200])
+    (root / "train" / "blue" / "note.jpg").write_text("not a picture")
+    (root / "val" / "red" / "5.png").write_bytes(b"")
+    Image.new("RGBA", (9, 30), (255, 0, 0, 40)).save(root / "train" / "red" / "odd.png")
+    return root
+
+
+def photo_config(photos: Path, **settings):
+    shape = {"data": str(photos), "recipe": "paper", "batch_size": 16, "micro_batch": 8, "scale": (0.5, 1.0)}
+    return digits(**{**shape, "holdout": 0.0, "epoch_steps": 5, "max_bad_fraction": 0.1, **settings})
+
+
+def test_unreadable_images_are_listed_replaced_and_left_out(photos, tmp_path):
+    outcome = train(photo_config(photos), tmp_path / "run")
+    with open(tmp_path / "run" / "bad_images.csv", newline="") as file:
+        bad = {(row["split"], row["name"]): row["reason"] for row in csv.DictReader(file)}
+    assert set(bad) == {("train", "red/3.png"), ("train", "blue/note.jpg"), ("validation", "red/5.png")}
+    assert all(bad.values())
+    result = score(tmp_path / "run", {})
+    assert (result.evaluation.images, [record.name for record in result.evaluation.bad]) == (23, ["red/5.png"])
+    assert result.evaluation.top1 == outcome.progress.best["val_top1"]
+
+
+def test_too_many_unreadable_images_end_the_run(photos, tmp_path):
+    for i in range(10, 30):
+        (photos / "train" / "blue" / f"{i}.png").write_bytes(b"broken")
+    with pytest.raises(ValueError, match=r"of 82 train images are unreadable, more than --max-bad-fraction 0.1; .*csv"):
+        train(photo_config(photos), tmp_path / "run")
+    assert (tmp_path / "run" / "bad_images.csv").exists()
+
+
+def test_other_classes_under_the_same_run_are_refused(photos, tmp_path):
+    config = photo_config(photos, epoch_steps=1, epochs=1)
+    train(config, tmp_path / "run")
+    for split in ("train", "val"):
+        (photos / split / "red").rename(photos / split / "green")
+    with pytest.raises(ValueError, match="trained on other classes"):
+        train(config, tmp_path / "run")
+
+
+def test_evaluation_matches_classes_by_name(photos, tmp_path):
+    """A validation folder without the first class must not shift the labels of the second."""
+    train(photo_config(photos, epochs=1), tmp_path / "run")
+    every = score(tmp_path / "run", {}).evaluation
+    for path in (photos / "val" / "blue").iterdir():
+        path.unlink()
+    red = score(tmp_path / "run", {}).evaluation
+    assert (red.targets == 1).all()
+    assert (red.predictions == every.predictions[every.targets == 1]).all()
+
+
+def test_trackers_get_every_step_and_epoch(tmp_path, monkeypatch):
+    seen = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            seen.append(("open", purge_step))
+
+        def add_scalar(self, name, value, step):
+            seen.append((name, step))
+
+        def close(self):
+            seen.append(("close", None))
+
+    class Wandb:
+        @staticmethod
+        def init(**options):
+            seen.append((options["project"], options["resume"]))
+            return types.SimpleNamespace(
+                log=lambda numbers, step: seen.append((len(numbers), step)), finish=lambda: None
+            )
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    config = digits(tensorboard=True, wandb="project", epochs=1)
+    train(config, tmp_path, observer=Steps(1))
+    train(config, tmp_path)
+    assert [step for name, step in seen if name == "step/loss"] == [1, 2, 3]
+    assert [step for name, step in seen if name == "epoch/val_top1"] == [3]
+    assert [step for name, step in seen if name == "open"] == [0, 2]
+    assert ("project", "allow") in seen and (2, 1) in seen and (len(COLUMNS), 3) in seen
+    assert seen.count(("close", None)) == 2
+
+
+def test_saves_by_steps_and_by_minutes(tmp_path, monkeypatch):
+    def saves(name: str, **settings) -> int:
+        count = []
+        whole = Run._save
+        monkeypatch.setattr(Run, "_save", lambda self, best=False: (count.append(best), whole(self, best))[1])
+        train(digits(epochs=1, epoch_steps=6, **settings), tmp_path / name)
+        monkeypatch.setattr(Run, "_save", whole)
+        return len(count)
+
+    # one at the start and one at the end of the epoch in any case
+    assert saves("none") == 2
+    assert saves("steps", save_steps=2) == 4
+    assert saves("minutes", save_minutes=1e-9) == 7
+
+
+def test_a_small_model_learns_the_digits(tmp_path):
+    config = digits(
+        model_args={"patch_size": 2, "embed_dim": 32, "depth": 2},
+        epochs=8, epoch_steps=None, eval_images=None, lr=1e-2, warmup_epochs=1.0, batch_size=32,
+    )  # fmt: skip
+    assert train(config, tmp_path).progress.best["val_top1"] > 90
