@@ -1,4 +1,4 @@
-"""The optimizer step against a plain loop, the options that change it, and what happens to numbers that are not finite."""
+"""The optimizer step against a plain loop, the settings that change it, and numbers that are not finite."""
 
 import copy
 import sys
