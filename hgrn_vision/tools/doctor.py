@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     diagnosis = Diagnosis()
     _print("versions", ", ".join(f"{name} {version}" for name, version in _versions().items()))
     _print(
-        "machine", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
+        "machine", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} of them for torch"
     )
     devices = find_devices(diagnosis)
     _print("devices", *(f"{device}: {text}" for device, text in devices.items()))
