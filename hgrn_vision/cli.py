@@ -14,6 +14,8 @@ COMMANDS = {
     "predict": "class names and probabilities for pictures",
     "evaluate": "accuracy of a model on labelled pictures, class by class",
     "bench": "speed and memory beside other models of timm",
+    "explain": "forget gates, token mixing and evidence, drawn for a model and pictures",
+    "export": "a file that runs without this package: ONNX, pt2 or TorchScript",
     "models": "the models of this package, their size and cost",
     "doctor": "check this machine: versions, devices, backends, space",
 }
