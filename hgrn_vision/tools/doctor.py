@@ -39,9 +39,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the findings and what to do; 1 if anything has to be done."""
     diagnosis = Diagnosis()
     _print("versions", ", ".join(f"{name} {version}" for name, version in _versions().items()))
-    _print(
-        "machine", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} of them for torch"
-    )
+    threads = f"{os.cpu_count()} CPUs, {torch.get_num_threads()} of them for torch"
+    _print("machine", f"{platform.system()} {platform.machine()}, {threads}")
     devices = find_devices(diagnosis)
     _print("devices", *(f"{device}: {text}" for device, text in devices.items()))
     _print("backend", *(describe_choice(device, diagnosis) for device in devices))
