@@ -22,4 +22,4 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 bench: $(INSTALLED)
-	$(BIN)/python -m hgrn_vision bench
+	$(BIN)/python -m hgrn_vision bench --force

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 # a command is a module of tools/ with EXAMPLE, add_arguments(parser) and run(args) -> exit code;
 # only the module of the command that was asked for is imported, so that --help answers at once
@@ -21,9 +22,16 @@ COMMANDS = {
 }
 
 
-def build_parser(command: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help says more\n")
+
+
+def build_parser(command: str | None) -> Parser:
     """The parser; flags are added for `command` only."""
-    parser = argparse.ArgumentParser(prog="hgrn-vision", description="Recurrent vision backbones for timm.")
+    parser = Parser(prog="hgrn-vision", description="Recurrent vision backbones for timm.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name == command:

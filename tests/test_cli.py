@@ -1,0 +1,49 @@
+"""The frame of the command: its list, its help, its errors."""
+
+import pytest
+
+from hgrn_vision import cli
+
+
+def call(capsys, *argv):
+    try:
+        code = cli.main(list(argv))
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "train"])
+def test_help_fits_a_screen_and_has_an_example(command, capsys):
+    code, out, err = call(capsys, command, "--help")
+    assert code == 0 and not err
+    assert f"example:  hgrn-vision {command}" in out
+    assert len(out.splitlines()) <= 40
+
+
+def test_help_of_train_has_an_example(capsys):
+    assert "example:" in call(capsys, "train", "--help")[1]
+
+
+def test_the_list_of_commands(capsys):
+    code, out, _ = call(capsys, "--help")
+    assert code == 0 and all(f"{name} " in out for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ((), "required: COMMAND"),
+        (("fly",), "invalid choice: 'fly'"),
+        (("bench", "--fast"), "unrecognized arguments: --fast"),
+        (("bench", "--sizes", "big"), "invalid int value: 'big'"),
+        (("bench", "--models", "resnet_0"), "unknown model 'resnet_0'"),
+        (("bench", "--batch", "1", "2"), "--batch needs one positive number for each of the 5 sizes"),
+        (("bench", "--seconds", "0"), "must be positive"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys):
+    code, out, err = call(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert words in err and err.count("\n") == 1 and err.startswith("hgrn-vision")
