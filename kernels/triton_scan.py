@@ -1,0 +1,601 @@
+"""The HGRU scan as fused Triton kernels: chunks of tokens in parallel, complex state in registers, float32 throughout.
+
+Forward is three launches: `aggregate` finds what each chunk of CT tokens adds to the state and by how much it decays
+it, `carry` walks over the chunks, and `apply` redoes each chunk from the state that enters it and writes the output.
+Backward has the same three steps for the adjoints, whose angles are conjugated and whose directions are swapped; it
+reads the input and the states that enter each chunk again, so nothing else is saved and no intermediate reaches
+memory. Sums over tokens (bias, lower bound, theta) leave as one partial sum a program: no atomics, bit-equal repeats.
+
+A complex number is a pair (re, im) of blocks. Names: `i_` index, `o_` offset, `p_` pointer, `b_` block of channels.
+"""
+
+import inspect
+
+import torch
+import triton
+import triton.language as tl
+
+CT = 16  # tokens a chunk
+GT = {"forward": 4, "backward": 2}  # tokens of a chunk held in registers at once
+BATCH = {"aggregate": 4, "carry": 8}  # tokens, chunks whose loads are under way at once
+BD = 64  # channels a program
+# loads are batched by hand, so no software pipeline; fused multiply-add is named because its default changes
+OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
+# the reciprocal is one instruction where this triton can ask for it, a division of the full range elsewhere
+APPROX = tl.constexpr("approx" in inspect.signature(tl.fdiv).parameters)
+
+
+@triton.jit
+def rotate(z, b_cos, b_sin):
+    """z (cos + i sin)."""
+    return b_cos * z[0] - b_sin * z[1], b_cos * z[1] + b_sin * z[0]
+
+
+@triton.jit
+def add(z, w):
+    return z[0] + w[0], z[1] + w[1]
+
+
+@triton.jit
+def scale(b_a, z):
+    return b_a * z[0], b_a * z[1]
+
+
+@triton.jit
+def dot(z, w):
+    """Re(conj(z) w)."""
+    return z[0] * w[0] + z[1] * w[1]
+
+
+@triton.jit
+def cross(z, w):
+    """Im(conj(z) w)."""
+    return z[0] * w[1] - z[1] * w[0]
+
+
+@triton.jit
+def zero(BD: tl.constexpr):
+    return tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
+
+
+@triton.jit
+def repeat(value, COUNT: tl.constexpr):
+    values = ()
+    for _i in tl.static_range(COUNT):
+        values += (value,)
+    return values
+
+
+@triton.jit
+def select(condition, value, other):
+    """value where the condition holds, else other; both tuples of blocks."""
+    chosen = ()
+    for i in tl.static_range(len(value)):
+        chosen += (tl.where(condition, value[i], other[i]),)
+    return chosen
+
+
+@triton.jit
+def pick(values, i):
+    """values[i] for an i known only at run time; registers have no addresses."""
+    chosen = values[0]
+    for j in tl.static_range(1, len(values)):
+        chosen = select(i == j, values[j], chosen)
+    return chosen
+
+
+@triton.jit
+def put(values, i, value):
+    """The values with values[i] replaced, for an i known only at run time."""
+    changed = ()
+    for j in tl.static_range(len(values)):
+        changed += (select(i == j, value, values[j]),)
+    return changed
+
+
+@triton.jit
+def accumulate(sums, terms):
+    total = ()
+    for i in tl.static_range(len(sums)):
+        total += (sums[i] + terms[i],)
+    return total
+
+
+@triton.jit
+def sigmoid(b_x):
+    """sigmoid(x) and 1 - sigmoid(x), neither by cancellation; NaN stays NaN."""
+    # base 2 and the clamp keep both exponential and reciprocal to one instruction, with nothing lost above 2^-115
+    b_x *= -1.4426950408889634
+    b_e = tl.exp2(tl.where(b_x > 115.0, 115.0, b_x))
+    b_s = tl.fdiv(1.0, 1.0 + b_e, approx=True) if APPROX else 1.0 / (1.0 + b_e)
+    return b_s, b_e * b_s
+
+
+@triton.jit
+def sigmoid_pair(x):
+    s_re, n_re = sigmoid(x[0])
+    s_im, n_im = sigmoid(x[1])
+    return (s_re, s_im), (n_re, n_im)
+
+
+@triton.jit
+def silu_pair(x):
+    """SiLU of both parts, and its slope."""
+    s, n = sigmoid_pair(x)
+    c = (x[0] * s[0], x[1] * s[1])
+    return c, (s[0] + c[0] * n[0], s[1] + c[1] * n[1])
+
+
+@triton.jit
+def locate(T, D: tl.constexpr, CT: tl.constexpr, BD: tl.constexpr):
+    """The program's chunk (counted over the batch), its first token, the tokens from there to the end, its channels."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    i_c = tl.program_id(0) // BLOCKS
+    o_d = tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    CHUNKS = (T + CT - 1) // CT
+    i_t = i_c % CHUNKS * CT
+    return i_c.to(tl.int64), (i_c // CHUNKS).to(tl.int64) * T + i_t, T - i_t, o_d
+
+
+@triton.jit
+def where_inside(o_d, t, left, D: tl.constexpr):
+    """Mask of the channels below D of a token that is not past the end."""
+    return o_d < tl.where(t < left, D, 0)
+
+
+@triton.jit
+def load_rows(p, ROWS: tl.constexpr, D: tl.constexpr, mask):
+    rows = ()
+    for i in tl.static_range(ROWS):
+        rows += (tl.load(p + i * D, mask=mask, other=0.0),)
+    return rows
+
+
+@triton.jit
+def store_rows(p, rows, D: tl.constexpr, mask):
+    for i in tl.static_range(len(rows)):
+        tl.store(p + i * D, rows[i].to(p.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_field(p_x, b_bias, FIELD: tl.constexpr, D: tl.constexpr, mask, other=0.0):
+    b_x = tl.load(p_x + FIELD * D, mask=mask, other=other).to(tl.float32)
+    if b_bias is not None:
+        b_x += b_bias[FIELD]
+    return b_x
+
+
+@triton.jit
+def load_pair(p_x, b_bias, FIELD: tl.constexpr, D: tl.constexpr, mask):
+    return load_field(p_x, b_bias, FIELD, D, mask), load_field(p_x, b_bias, FIELD + 1, D, mask)
+
+
+@triton.jit
+def load_forget(p_x, b_bias, D: tl.constexpr, mask):
+    """mu and 1 - mu; a token past the end forgets nothing and lets nothing in."""
+    return sigmoid(load_field(p_x, b_bias, 2, D, mask, float("inf")))
+
+
+@triton.jit
+def load_input(p_x, b_bias, b_bound, D: tl.constexpr, mask):
+    """The decay lambda and what enters the state, (1 - lambda) c."""
+    b_mu, b_nu = load_forget(p_x, b_bias, D, mask)
+    c = silu_pair(load_pair(p_x, b_bias, 0, D, mask))[0]
+    return b_bound + (1.0 - b_bound) * b_mu, scale((1.0 - b_bound) * b_nu, c)
+
+
+@triton.jit
+def load_dh(p_x, p_dout, b_bias, D: tl.constexpr, FIELDS: tl.constexpr, mask):
+    """The gradient of the two states' sum, and that times 1 - g (itself without an output gate)."""
+    dh = load_pair(p_dout, None, 0, D, mask)
+    closed = dh
+    if FIELDS == 5:
+        g, n = sigmoid_pair(load_pair(p_x, b_bias, 3, D, mask))
+        dh = (dh[0] * g[0], dh[1] * g[1])
+        closed = (dh[0] * n[0], dh[1] * n[1])
+    return dh, closed
+
+
+@triton.jit
+def advance(h, b_decay, u, b_cos, b_sin):
+    """lambda e^(i theta) h + u."""
+    return add(scale(b_decay, rotate(h, b_cos, b_sin)), u)
+
+
+@triton.jit(do_not_specialize=["T"])
+def forward_aggregate_kernel(
+    x,  # (B, T, FIELDS D)
+    lower_bound,  # (D,)
+    rotation,  # (K, 2, 2, D): a token's and a chunk's step, cos and sin
+    bias,  # (FIELDS D,) or None
+    states,  # (B, chunks, 2K + 1, D): [h | r | product of decays]
+    T,
+    D: tl.constexpr,
+    FIELDS: tl.constexpr,
+    K: tl.constexpr,
+    CT: tl.constexpr,
+    BD: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """What a chunk adds to the states of both directions, and the product of its decays, in one ascending sweep."""
+    i_c, i_t, left, o_d = locate(T, D, CT, BD)
+    mask = o_d < D
+    b_bias = None if bias is None else load_rows(bias + o_d, FIELDS, D, mask)
+    b_bound = tl.load(lower_bound + o_d, mask=mask, other=0.0)
+    turn = load_rows(rotation + o_d, 4 * K, D, mask)
+    h = zero(BD)
+    r = zero(BD)
+    b_product = tl.full([BD], 1.0, tl.float32)
+    weight = (b_product, tl.zeros([BD], tl.float32))
+    for i in range(0, tl.minimum(left, CT), BATCH):
+        p_x = x + (i_t + i) * (FIELDS * D) + o_d
+        for t in tl.static_range(BATCH):
+            b_decay, u = load_input(p_x + t * FIELDS * D, b_bias, b_bound, D, where_inside(o_d, i + t, left, D))
+            h = advance(h, b_decay, u, turn[0], turn[1])
+            b_product *= b_decay
+            if K == 2:
+                # the reverse state needs no sweep of its own: u reaches the chunk's first token by the decays before it
+                r = add(r, rotate(u, weight[0], weight[1]))
+                weight = scale(b_decay, rotate(weight, turn[4], turn[5]))
+    store_rows(states + i_c * (2 * K + 1) * D + o_d, h + r if K == 2 else h, D, mask)
+    tl.store(states + (i_c * (2 * K + 1) + 2 * K) * D + o_d, b_product, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def carry_kernel(
+    states,  # (B, chunks, 2K + 1, D), for the products of decays
+    ends,  # (B, chunks, ROWS, D): what each chunk adds, replaced by the state that enters it
+    rotation,  # (K, 2, 2, D)
+    T,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADJOINT: tl.constexpr,
+    CT: tl.constexpr,
+    BD: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """The states (or adjoints) that enter each chunk: sequential over chunks, one program a direction and batch row."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    i_k = tl.program_id(0) // BLOCKS % K
+    i_b = (tl.program_id(0) // (BLOCKS * K)).to(tl.int64)
+    o_d = tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    mask = o_d < D
+    CHUNKS = (T + CT - 1) // CT
+    descending = i_k == (0 if ADJOINT else 1)
+    b_cos, b_sin = load_rows(rotation + (4 * i_k + 2) * D + o_d, 2, D, mask)
+    if ADJOINT:
+        b_sin = -b_sin
+    h = zero(BD)
+    for i in range(0, CHUNKS, BATCH):
+        # a store keeps later loads from being moved up, so load for several chunks first
+        product, added = (), ()
+        for j in tl.static_range(BATCH):
+            i_n = tl.minimum(i + j, CHUNKS - 1)
+            i_c = i_b * CHUNKS + tl.where(descending, CHUNKS - 1 - i_n, i_n)
+            product += (tl.load(states + (i_c * (2 * K + 1) + 2 * K) * D + o_d, mask=mask, other=0.0),)
+            added += (load_rows(ends + (i_c * ROWS + 2 * i_k) * D + o_d, 2, D, mask),)
+        for j in tl.static_range(BATCH):
+            i_n = tl.minimum(i + j, CHUNKS - 1)
+            i_c = i_b * CHUNKS + tl.where(descending, CHUNKS - 1 - i_n, i_n)
+            store_rows(ends + (i_c * ROWS + 2 * i_k) * D + o_d, h, D, where_inside(o_d, i + j, CHUNKS, D))
+            h = advance(h, product[j], added[j], b_cos, b_sin)
+
+
+@triton.jit(do_not_specialize=["T"])
+def forward_apply_kernel(
+    x,  # (B, T, FIELDS D)
+    lower_bound,  # (D,)
+    rotation,  # (K, 2, 2, D)
+    bias,  # (FIELDS D,) or None
+    states,  # (B, chunks, 2K + 1, D), entering each chunk
+    out,  # (B, T, 2D)
+    T,
+    D: tl.constexpr,
+    FIELDS: tl.constexpr,
+    K: tl.constexpr,
+    CT: tl.constexpr,
+    GT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """The output of a chunk, from its first group of GT tokens to the last.
+
+    One sweep down keeps the reverse state where each group ends; then group by group a sweep down holds GT reverse
+    states in registers and a sweep up adds the forward ones, gates and writes.
+    """
+    i_c, i_t, left, o_d = locate(T, D, CT, BD)
+    mask = o_d < D
+    b_bias = None if bias is None else load_rows(bias + o_d, FIELDS, D, mask)
+    b_bound = tl.load(lower_bound + o_d, mask=mask, other=0.0)
+    turn = load_rows(rotation + o_d, 4 * K, D, mask)
+    state = load_rows(states + i_c * (2 * K + 1) * D + o_d, 2 * K, D, mask)
+    h = (state[0], state[1])
+    r = (state[2 * K - 2], state[2 * K - 1])
+
+    groups = (tl.minimum(left, CT) + GT - 1) // GT
+    ends = repeat(r, CT // GT)
+    if K == 2:
+        for i in range(groups - 1, 0, -1):
+            p_x = x + (i_t + i * GT) * (FIELDS * D) + o_d
+            for t in tl.static_range(GT - 1, -1, -1):
+                inside = where_inside(o_d, i * GT + t, left, D)
+                b_decay, u = load_input(p_x + t * FIELDS * D, b_bias, b_bound, D, inside)
+                r = advance(r, b_decay, u, turn[4], turn[5])
+            ends = put(ends, i - 1, r)
+
+    for i in range(groups):
+        r = pick(ends, i)
+        p_x = x + (i_t + i * GT) * (FIELDS * D) + o_d
+        p_out = out + (i_t + i * GT) * (2 * D) + o_d
+        held = ()
+        for t in tl.static_range(GT - 1, -1, -1):
+            inside = where_inside(o_d, i * GT + t, left, D)
+            b_decay, u = load_input(p_x + t * FIELDS * D, b_bias, b_bound, D, inside)
+            if K == 2:
+                r = advance(r, b_decay, u, turn[4], turn[5])
+            gate = u
+            if FIELDS == 5:
+                gate = load_pair(p_x + t * FIELDS * D, b_bias, 3, D, inside)
+            held = ((b_decay, u, r, gate),) + held
+        for t in tl.static_range(GT):
+            b_decay, u, r_here, gate = held[t]
+            h = advance(h, b_decay, u, turn[0], turn[1])
+            y = h
+            if K == 2:
+                y = add(h, r_here)
+            if FIELDS == 5:
+                g = sigmoid_pair(gate)[0]
+                y = (g[0] * y[0], g[1] * y[1])
+            store_rows(p_out + t * 2 * D, y, D, where_inside(o_d, i * GT + t, left, D))
+
+
+@triton.jit(do_not_specialize=["T"])
+def backward_aggregate_kernel(
+    dout,  # (B, T, 2D)
+    x,  # (B, T, FIELDS D)
+    lower_bound,  # (D,)
+    rotation,  # (K, 2, 2, D)
+    bias,  # (FIELDS D,) or None
+    adjoints,  # (B, chunks, 2K, D): [p | q]
+    T,
+    D: tl.constexpr,
+    FIELDS: tl.constexpr,
+    K: tl.constexpr,
+    CT: tl.constexpr,
+    BD: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """What a chunk adds to the adjoints p of the forward and q of the reverse states, in one ascending sweep."""
+    i_c, i_t, left, o_d = locate(T, D, CT, BD)
+    mask = o_d < D
+    b_bias = None if bias is None else load_rows(bias + o_d, FIELDS, D, mask)
+    b_bound = tl.load(lower_bound + o_d, mask=mask, other=0.0)
+    turn = load_rows(rotation + o_d, 4 * K, D, mask)
+    p = zero(BD)
+    q = zero(BD)
+    weight = (tl.full([BD], 1.0, tl.float32), tl.zeros([BD], tl.float32))
+    for i in range(0, tl.minimum(left, CT), BATCH):
+        p_x = x + (i_t + i) * (FIELDS * D) + o_d
+        p_dout = dout + (i_t + i) * (2 * D) + o_d
+        for t in tl.static_range(BATCH):
+            inside = where_inside(o_d, i + t, left, D)
+            b_mu, b_nu = load_forget(p_x + t * FIELDS * D, b_bias, D, inside)
+            b_decay = b_bound + (1.0 - b_bound) * b_mu
+            dh = load_dh(p_x + t * FIELDS * D, p_dout + t * 2 * D, b_bias, D, FIELDS, inside)[0]
+            weight = scale(b_decay, rotate(weight, turn[0], -turn[1]))
+            p = add(p, rotate(dh, weight[0], weight[1]))
+            if K == 2:
+                q = scale(b_decay, rotate(add(q, dh), turn[4], -turn[5]))
+    store_rows(adjoints + i_c * (2 * K) * D + o_d, p + q if K == 2 else p, D, mask)
+
+
+@triton.jit
+def load_token(p_x, p_dout, b_bias, D: tl.constexpr, FIELDS: tl.constexpr, mask):
+    """All that backward needs of a token: (mu, 1 - mu), c and its slope, the states' gradient and that times 1 - g."""
+    forget = load_forget(p_x, b_bias, D, mask)
+    c, slope = silu_pair(load_pair(p_x, b_bias, 0, D, mask))
+    dh, closed = load_dh(p_x, p_dout, b_bias, D, FIELDS, mask)
+    return forget, c, slope, dh, closed
+
+
+@triton.jit
+def differentiate(token, p, r, r_next, h, q, b_bound, turn, K: tl.constexpr, FIELDS: tl.constexpr):
+    """A token's dx and its terms of the sums [dlower_bound | dtheta | dbias], after moving h and q on to it."""
+    forget, c, slope, dh, closed = token
+    b_mu, b_nu = forget
+    b_decay = b_bound + (1.0 - b_bound) * b_mu
+    b_open = (1.0 - b_bound) * b_nu
+    v = rotate(h, turn[0], turn[1])
+    h = add(scale(b_decay, v), scale(b_open, c))
+    b_ddecay = dot(p, v)
+    dtheta = (b_decay * cross(v, p),)
+    dstate = p
+    y = h
+    if K == 2:
+        dstate = add(p, add(q, dh))
+        q = rotate(add(q, dh), turn[4], -turn[5])
+        b_ddecay += dot(q, r_next)
+        q = scale(b_decay, q)
+        dtheta += (cross(r_next, q),)
+        y = add(h, r)
+    b_ddecay -= dot(c, dstate)
+    dx = (b_open * dstate[0] * slope[0], b_open * dstate[1] * slope[1], b_open * b_mu * b_ddecay)
+    if FIELDS == 5:
+        dx += (closed[0] * y[0], closed[1] * y[1])
+    return h, q, dx, (b_nu * b_ddecay,) + dtheta + dx
+
+
+@triton.jit(do_not_specialize=["T"])
+def backward_apply_kernel(
+    dout,  # (B, T, 2D)
+    x,  # (B, T, FIELDS D)
+    lower_bound,  # (D,)
+    rotation,  # (K, 2, 2, D)
+    bias,  # (FIELDS D,) or None
+    states,  # (B, chunks, 2K + 1, D), entering each chunk
+    adjoints,  # (B, chunks, 2K, D), entering each chunk
+    dx,  # (B, T, FIELDS D)
+    sums,  # (B, chunks, SUMS, D): [dlower_bound | dtheta | dbias], the last only where there is a bias
+    T,
+    D: tl.constexpr,
+    FIELDS: tl.constexpr,
+    K: tl.constexpr,
+    CT: tl.constexpr,
+    GT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """dx of a chunk, from the last group of GT tokens to the first, and the chunk's part of the sums.
+
+    Every token needs h and q, which run upwards, and r and p, which run downwards. One sweep up keeps h and q where
+    each group starts; then group by group a sweep down holds GT tokens in registers and a sweep up writes them.
+    """
+    i_c, i_t, left, o_d = locate(T, D, CT, BD)
+    mask = o_d < D
+    b_bias = None if bias is None else load_rows(bias + o_d, FIELDS, D, mask)
+    b_bound = tl.load(lower_bound + o_d, mask=mask, other=0.0)
+    turn = load_rows(rotation + o_d, 4 * K, D, mask)
+    state = load_rows(states + i_c * (2 * K + 1) * D + o_d, 2 * K, D, mask)
+    adjoint = load_rows(adjoints + i_c * (2 * K) * D + o_d, 2 * K, D, mask)
+    h = (state[0], state[1])
+    p = (adjoint[0], adjoint[1])
+    r = zero(BD)
+    q = zero(BD)
+    if K == 2:
+        r = (state[2], state[3])
+        q = (adjoint[2], adjoint[3])
+
+    groups = (tl.minimum(left, CT) + GT - 1) // GT
+    starts = repeat(h + q, CT // GT)
+    for i in range(1, groups):
+        p_x = x + (i_t + (i - 1) * GT) * (FIELDS * D) + o_d
+        p_dout = dout + (i_t + (i - 1) * GT) * (2 * D) + o_d
+        for t in tl.static_range(GT):
+            b_decay, u = load_input(p_x + t * FIELDS * D, b_bias, b_bound, D, mask)
+            h = advance(h, b_decay, u, turn[0], turn[1])
+            if K == 2:
+                dh = load_dh(p_x + t * FIELDS * D, p_dout + t * 2 * D, b_bias, D, FIELDS, mask)[0]
+                q = scale(b_decay, rotate(add(q, dh), turn[4], -turn[5]))
+        starts = put(starts, i, h + q)
+
+    SUMS: tl.constexpr = 1 + K if bias is None else 1 + K + FIELDS
+    total = repeat(tl.zeros([BD], tl.float32), SUMS)
+    for i in range(groups - 1, -1, -1):
+        start = pick(starts, i)
+        h = (start[0], start[1])
+        q = (start[2], start[3])
+        p_x = x + (i_t + i * GT) * (FIELDS * D) + o_d
+        p_dx = dx + (i_t + i * GT) * (FIELDS * D) + o_d
+        p_dout = dout + (i_t + i * GT) * (2 * D) + o_d
+        held = ()
+        for t in tl.static_range(GT - 1, -1, -1):
+            inside = where_inside(o_d, i * GT + t, left, D)
+            token = load_token(p_x + t * FIELDS * D, p_dout + t * 2 * D, b_bias, D, FIELDS, inside)
+            b_decay = b_bound + (1.0 - b_bound) * token[0][0]
+            r_next = r
+            if K == 2:
+                r = advance(r, b_decay, scale((1.0 - b_bound) * token[0][1], token[1]), turn[4], turn[5])
+            held = ((token, add(p, token[3]), r, r_next),) + held
+            p = scale(b_decay, rotate(add(p, token[3]), turn[0], -turn[1]))
+        for t in tl.static_range(GT):
+            token, dstate, r_here, r_next = held[t]
+            h, q, b_dx, terms = differentiate(token, dstate, r_here, r_next, h, q, b_bound, turn, K, FIELDS)
+            total = accumulate(total, terms)
+            store_rows(p_dx + t * FIELDS * D, b_dx, D, where_inside(o_d, i * GT + t, left, D))
+    store_rows(sums + i_c * SUMS * D + o_d, total, D, mask)
+
+
+def states_shape(B: int, T: int, D: int, K: int) -> tuple[int, int, int, int]:
+    """Shape of what forward saves for backward: the states entering each chunk and the product of its decays."""
+    return B, triton.cdiv(T, CT), 2 * K + 1, D
+
+
+def token_and_chunk_rotation(theta: torch.Tensor) -> torch.Tensor:
+    """cos and sin of theta and of CT theta, computed in float64: (K, 2, 2, D) in float32."""
+    steps = torch.arange(1, CT + 1, CT - 1, dtype=torch.float64, device=theta.device)
+    angle = theta[:, None] * steps[:, None]  # (K, 2, D)
+    return torch.stack((angle.cos(), angle.sin()), dim=2).float()
+
+
+def warps(lanes: int, channels_a_thread: int) -> int:
+    """Warps a program, for `lanes` threads a warp."""
+    return max(1, BD // (lanes * channels_a_thread))
+
+
+def launch(kernel, programs: int, channels_a_thread: int, *tensors: torch.Tensor | None, **constants) -> None:
+    """Run a kernel on the device of its tensors, on that device's current stream."""
+    device = tensors[0].device
+    # 32 on NVIDIA, 64 on most AMD; the interpreter runs on CPU tensors and has no warps
+    lanes = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+    with torch.cuda.device_of(tensors[0]):
+        kernel[(programs,)](*tensors, **constants, num_warps=warps(lanes, channels_a_thread), **OPTIONS)
+
+
+def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The tensors, copied where they have strides of their own (an expanded gradient, a slice)."""
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def forward(
+    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output (B, T, 2D) in the dtype of x, and what backward needs beside the input, `states_shape` in float32.
+
+    Args:
+        x: (B, T, 5D) = [c_re | c_im | f | g_re | g_im] or (B, T, 3D) without the output gate; bf16, fp16 or float32.
+        lower_bound: (D,), float32.
+        theta: (K, D), float32; K = 1 first to last token, K = 2 also last to first.
+        bias: (5D,) or (3D,), float32, added to x first.
+    """
+    x, lower_bound, bias = contiguous(x, lower_bound, bias)
+    (K, D), (B, T, width) = theta.shape, x.shape
+    blocks, chunks = triton.cdiv(D, BD), triton.cdiv(T, CT)
+    rotation = token_and_chunk_rotation(theta)
+    states = x.new_empty(states_shape(B, T, D, K), dtype=torch.float32)
+    out = x.new_empty(B, T, 2 * D)
+    if B > 0:
+        shape = {"T": T, "D": D, "K": K, "CT": CT, "BD": BD}
+        x_shape = {"FIELDS": width // D, **shape}
+        inputs = (x, lower_bound, rotation, bias, states)
+        launch(forward_aggregate_kernel, B * chunks * blocks, 2, *inputs, BATCH=BATCH["aggregate"], **x_shape)
+        ends = {"ROWS": 2 * K + 1, "ADJOINT": False, "BATCH": BATCH["carry"]}
+        launch(carry_kernel, B * K * blocks, 1, states, states, rotation, **ends, **shape)
+        launch(forward_apply_kernel, B * chunks * blocks, 2, *inputs, out, GT=GT["forward"], **x_shape)
+    return out, states
+
+
+def backward(
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    lower_bound: torch.Tensor,
+    theta: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx in the dtype of x, and dbias (empty without a bias), dlower_bound and dtheta in float32.
+
+    Args:
+        dout: gradient of the output, (B, T, 2D).
+        x, lower_bound, theta, bias: as given to forward.
+        states: from forward.
+    """
+    dout, x, lower_bound, bias, states = contiguous(dout, x, lower_bound, bias, states)
+    (K, D), (B, T, width) = theta.shape, x.shape
+    blocks, chunks = triton.cdiv(D, BD), triton.cdiv(T, CT)
+    rotation = token_and_chunk_rotation(theta)
+    adjoints = states.new_empty(B, chunks, 2 * K, D)
+    rows = [1, K, 0 if bias is None else width // D]
+    sums = states.new_empty(B * chunks, sum(rows), D)
+    dx = torch.empty_like(x)
+    if B > 0:
+        shape = {"T": T, "D": D, "K": K, "CT": CT, "BD": BD}
+        x_shape = {"FIELDS": width // D, **shape}
+        inputs = (dout, x, lower_bound, rotation, bias)
+        launch(
+            backward_aggregate_kernel, B * chunks * blocks, 2, *inputs, adjoints, BATCH=BATCH["aggregate"], **x_shape
+        )
+        ends = {"ROWS": 2 * K, "ADJOINT": True, "BATCH": BATCH["carry"]}
+        launch(carry_kernel, B * K * blocks, 1, states, adjoints, rotation, **ends, **shape)
+        inputs += (states, adjoints, dx, sums)
+        launch(backward_apply_kernel, B * chunks * blocks, 1, *inputs, GT=GT["backward"], **x_shape)
+    dlower_bound, dtheta, dbias = (part.sum(0) for part in sums.split(rows, dim=1))
+    return dx, dbias.flatten(), dlower_bound.flatten(), dtheta
