@@ -1,3 +1,4 @@
+import signal
 import warnings
 
 import pytest
@@ -8,6 +9,9 @@ torch.use_deterministic_algorithms(True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 # two test processes share two cores
 torch.set_num_threads(1)
+
+# a shell starts its background jobs deaf to Ctrl-C, and so would be the processes that the tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 warnings.filterwarnings("ignore", message="`torch.jit", category=FutureWarning)
 
