@@ -1,6 +1,7 @@
 """Settings: one list, from which flags, files and the check of a resumed run follow."""
 
 import argparse
+import ast
 import subprocess
 import sys
 from dataclasses import fields
@@ -101,6 +102,14 @@ def test_only_recipe_settings_count_as_changes():
     old = to_mapping(TrainConfig())
     new = from_mapping({"lr": 1, "betas": [0.9, 0.99], "workers": 1, "device": "cpu", "data": "/elsewhere"})
     assert recipe_changes(old, new) == {"lr": (2.5e-4, 1.0), "betas": ([0.9, 0.98], [0.9, 0.99])}
+
+
+def test_training_neither_prints_nor_parses():
+    """It is used from Python too: showing things is the command's part."""
+    for path in (ROOT / "hgrn_vision" / "train").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.Name) and node.id == "print"), path
+            assert not (isinstance(node, ast.Import) and "argparse" in [name.name for name in node.names]), path
 
 
 def test_seeds_are_the_same_on_every_machine():

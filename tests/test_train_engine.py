@@ -14,7 +14,7 @@ from hgrn_vision.train import trackers
 from hgrn_vision.train.augment import BatchTransform
 from hgrn_vision.train.build import build_model, data_spec
 from hgrn_vision.train.config import TrainConfig, fold
-from hgrn_vision.train.distributed import World, check_ranks
+from hgrn_vision.train.distributed import World, check_ranks, start
 from hgrn_vision.train.engine import Engine, seed_all
 from hgrn_vision.train.evaluation import evaluate
 from hgrn_vision.train.faults import OutOfMemory, smaller_micro_batch
@@ -273,6 +273,15 @@ def test_pretrained_weights_start_a_run_with_a_new_head(teacher):
     assert torch.equal(model.patch_embed.proj.weight, published.patch_embed.proj.weight)
     assert not torch.equal(model.patch_embed.proj.weight, fresh.patch_embed.proj.weight)
     assert model.head.weight.shape[0] == 7
+
+
+def test_threads_of_a_rank():
+    before = torch.get_num_threads()
+    try:
+        assert start(digits(threads=2)).size == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_trackers_that_are_not_installed_say_so(monkeypatch):

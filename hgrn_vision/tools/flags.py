@@ -13,7 +13,9 @@ from ..train.config import TrainConfig, describe, field_types
 def add_setting_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
     """One flag a setting; a flag that is not given leaves no trace in the parsed arguments."""
     groups = {
-        "recipe": parser.add_argument_group("recipe", "what is learned; fixed once a run has started"),
+        "recipe": parser.add_argument_group(
+            "recipe", "what is learned, fixed once a run has started; in brackets what the paper uses"
+        ),
         "machine": parser.add_argument_group("machine", "where and how fast; free to change when a run continues"),
     }
     types = field_types()

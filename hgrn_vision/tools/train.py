@@ -20,8 +20,9 @@ from ..train.config import TrainConfig, from_mapping, read_yaml, to_yaml
 from ..train.distributed import LostRank, choose_device
 from ..train.engine import Progress
 from ..train.faults import Diverged
+from ..train.observer import Observer, Outcome
 from ..train.recipes import RECIPES
-from ..train.run import Observer, Outcome, Run, train
+from ..train.run import Run, train
 from ..train.score import score
 from .flags import add_setting_flags, given_settings
 
@@ -32,6 +33,7 @@ SECONDS_BETWEEN_LINES = 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command itself, then one for each setting."""
+    parser.usage = "%(prog)s [DATA] [--recipe NAME] [--output DIR] [--SETTING VALUE ...]"
     parser.add_argument(
         "data",
         nargs="?",

@@ -82,12 +82,10 @@ class World:
         """Wait for every rank; the error names those that did not come."""
         if self.size == 1:
             return
-        try:
-            dist.monitored_barrier(group=self.control, timeout=self.timeout, wait_all_ranks=True)
-        except RuntimeError as error:
+        error = self._call_roll(self.timeout)
+        if error:
             minutes = self.timeout.total_seconds() / 60
-            reason = str(error).splitlines()[0]
-            raise LostRank(f"rank {self.rank} waited up to {minutes:g} minutes before {before}: {reason}") from error
+            raise LostRank(f"rank {self.rank} waited up to {minutes:g} minutes before {before}: {error}")
 
     @contextmanager
     def watched(self, during: str):
@@ -97,10 +95,18 @@ class World:
         except LostRank:
             raise
         except RuntimeError as error:
-            if self.size > 1 and any(word in str(error) for word in _LOST):
-                reason = str(error).splitlines()[0]
-                raise LostRank(f"rank {self.rank} lost another rank in {during}: {reason}") from error
-            raise
+            if self.size == 1 or not any(word in str(error) for word in _LOST):
+                raise
+            reason = self._call_roll(timedelta(seconds=10)) or str(error).splitlines()[0]
+            raise LostRank(f"rank {self.rank} lost another rank in {during}: {reason}") from error
+
+    def _call_roll(self, timeout: timedelta) -> str | None:
+        """Who does not answer, in gloo's words; None if all ranks do."""
+        try:
+            dist.monitored_barrier(group=self.control, timeout=timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return None
 
     def close(self) -> None:
         """Leave the group."""
@@ -134,7 +140,9 @@ def start(config: TrainConfig) -> World:
     if device.type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
     return World(rank, size, device, timeout, dist.new_group(backend="gloo", timeout=timeout))
 
 

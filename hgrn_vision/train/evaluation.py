@@ -72,6 +72,7 @@ def evaluate(
         if len(batch.targets):
             with memory_advice(config, world.size):
                 columns.append(_score(model, batch, transform, config, world.device))
+    world.meet("the end of the evaluation")
     return _merge(world.gather((columns, bad)))
 
 

@@ -1,6 +1,7 @@
 """What can go wrong in the middle of a run: signals, divergence, memory."""
 
 import signal
+import threading
 from contextlib import contextmanager
 
 import torch
@@ -11,14 +12,17 @@ from .config import TrainConfig
 class StopRequest:
     """Remembers that the process was asked to end, so that the step at hand is finished and saved first."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    # Windows has no SIGUSR1
+    SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 
     def __init__(self) -> None:
         self.name = ""
         self._before = {}
 
     def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        # only the main thread can listen to signals
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         return self
 
     def __exit__(self, *_) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from .engine import Engine, Progress
 from .evaluation import Evaluation, evaluate
 from .faults import Diverged, StopRequest
 from .loaders import EvalLoader, TrainLoader
+from .observer import Observer, Outcome
 from .records import BadImages, export_model, peak_memory, versions, write_log, write_text
 from .resume import check_same_run, find_best, restore
 from .summary import measure_gates, write_summary
@@ -26,36 +26,6 @@ _logger = logging.getLogger(__name__)
 STREAK = 3  # bad steps in a row before the run goes back to its last checkpoint
 ROLLBACKS = 3  # times it goes back before it gives up
 SAVE_BEFORE_EVALUATION = 60.0  # seconds of training that are not left unsaved while an evaluation runs
-
-
-class Observer:
-    """Is told what happens; the command line shows it, and by default nobody does."""
-
-    def began(self, run: "Run") -> None:
-        """Everything is loaded and training is about to start."""
-
-    def stepped(self, progress: Progress, loss: float, lr: float) -> None:
-        """One optimizer step is done."""
-
-    def evaluating(self) -> None:
-        """The validation images are being looked at."""
-
-    def finished_epoch(self, row: dict[str, Any], best: bool) -> None:
-        """One more row of log.csv."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended this time."""
-
-    status: Literal["finished", "finished before", "stopped"]
-    output: Path
-    progress: Progress
-    signal: str = ""
-
-    @property
-    def report(self) -> Path:
-        return self.output / "report.html"
 
 
 def train(

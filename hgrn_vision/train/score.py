@@ -29,7 +29,7 @@ def score(path: str | Path, settings: dict[str, Any]) -> Score:
     """Evaluate a run's best checkpoint, or a checkpoint file, with `settings` laid over the run's own."""
     file = find_checkpoint(Path(path))
     # the machine that evaluates need not be the one that trained
-    here = {"device": "auto", "threads": 0, "workers": TrainConfig().workers, **settings}
+    here = {"device": "auto", "threads": 0, **settings}
     world = start(from_mapping({name: here[name] for name in ("device", "threads")}))
     contents = world.on_main(lambda: read(file))
     config = from_mapping({**contents["config"], **here})

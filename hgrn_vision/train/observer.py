@@ -1,0 +1,40 @@
+"""What a run tells whoever watches it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .engine import Progress
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class Observer:
+    """Is told what happens; the command line shows it, and by default nobody does."""
+
+    def began(self, run: "Run") -> None:
+        """Everything is loaded and training is about to start."""
+
+    def stepped(self, progress: Progress, loss: float, lr: float) -> None:
+        """One optimizer step is done."""
+
+    def evaluating(self) -> None:
+        """The validation images are being looked at."""
+
+    def finished_epoch(self, row: dict[str, Any], best: bool) -> None:
+        """One more row of log.csv."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended this time."""
+
+    status: Literal["finished", "finished before", "stopped"]
+    output: Path
+    progress: Progress
+    signal: str = ""
+
+    @property
+    def report(self) -> Path:
+        return self.output / "report.html"
