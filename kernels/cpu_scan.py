@@ -41,8 +41,6 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
-    # gcc would compute what follows a clamped exponent for the limit as well, with denormals, a hundred times slower
-    "-fno-tree-pre",
     f"-DBLOCK={BLOCK}",
     f"-DCHUNK={CHUNK}",
     f"-DROWS={ROWS}",
