@@ -1,0 +1,197 @@
+"""`hgrn-vision export`: one file that holds a model in plain operators, for use without this package."""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.export import Dim, ExportedProgram
+
+from ..version import __version__
+from . import run_exported
+from .inference import at_least_one
+from .loading import LoadedModel, load_model
+from .output import check_free
+
+EXAMPLE = "hgrn-vision export runs/flowers --format onnx --output flowers.onnx"
+TOLERANCE = 1e-4
+METADATA = "metadata.json"
+MOST_PATCHES = 128  # along a side: the exported scan covers their square
+
+
+class Format(NamedTuple):
+    """A kind of file."""
+
+    suffix: str
+    needs: tuple[str, ...]
+    write: Callable[[LoadedModel, Path], None]
+
+
+def write_onnx(loaded: LoadedModel, path: Path) -> None:
+    """ONNX operators; the metadata are properties of the file, their values JSON."""
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
+    program = torch.onnx.export(
+        trace(loaded), dynamo=True, verbose=False, input_names=["images"], output_names=["logits"]
+    )
+    # where each operator comes from in our sources: a tenth of the file, and the paths of this machine
+    ClearMetadataAndDocStringPass()(program.model)
+    program.model.metadata_props.update({key: json.dumps(value) for key, value in describe(loaded).items()})
+    program.save(path, external_data=False)
+
+
+def write_pt2(loaded: LoadedModel, path: Path) -> None:
+    """A program of torch.export, for torch.export.load; the metadata are an extra file."""
+    program = trace(loaded)
+    for node in program.graph.nodes:
+        # the paths of this machine
+        node.meta.pop("stack_trace", None)
+    torch.export.save(program, path, extra_files={METADATA: json.dumps(describe(loaded))})
+
+
+def write_torchscript(loaded: LoadedModel, path: Path) -> None:
+    """A module for torch.jit.load and libtorch; the metadata are an extra file."""
+    torch.jit.script(loaded.model).save(str(path), _extra_files={METADATA: json.dumps(describe(loaded))})
+
+
+FORMATS = {
+    "onnx": Format(".onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx),
+    "pt2": Format(".pt2", (), write_pt2),
+    "torchscript": Format(".torchscript", (), write_torchscript),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the command."""
+    parser.add_argument("model", help="run folder, model folder, weights file or hf-hub:NAME")
+    parser.add_argument("--format", choices=FORMATS, default="onnx", help="kind of file (default onnx)")
+    parser.add_argument("--output", metavar="FILE", help="its name (default: the model's, in this folder)")
+    parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the images (default: as trained)")
+    parser.add_argument("--force", action="store_true", help="overwrite the file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export and check; the file gets its name only if it answers as the model does."""
+    kind = FORMATS[args.format]
+    missing = [name for name in kind.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"--format {args.format} needs {', '.join(missing)}: pip install 'hgrn_vision[export]'")
+    path = Path(args.output or default_name(args.model) + kind.suffix)
+    check_free([path], args.force)
+    loaded = load_model(args.model, "cpu", args.img_size, exportable=True)
+    if not hasattr(loaded.model, "recurrences"):
+        raise ValueError(f"{loaded.name} is no HGRN model; timm has export scripts for its own")
+    # a size that the model refuses is refused now and in its words
+    loaded.model(torch.zeros(1, *loaded.spec.input_size))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # a folder beside the file, since archives write the name that they were created with into themselves
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        print(f"exporting {loaded.name} to {path}; this may take a minute or two", flush=True)
+        with warnings.catch_warnings():
+            # PyTorch's notes to its own developers, and its advice to use torch.export instead of TorchScript
+            warnings.simplefilter("ignore")
+            kind.write(loaded, partial)
+        # against the model as everyone uses it, not the variant of plain operators that was exported
+        worst = largest_difference(load_model(args.model, "cpu", args.img_size), args.format, partial)
+        if not worst <= TOLERANCE:
+            print(f"hgrn-vision export: differs by {worst:.1e} from the model, no file was written", file=sys.stderr)
+            return 1
+        os.replace(partial, path)
+    print(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; largest difference from the model {worst:.1e}")
+    return 0
+
+
+def default_name(model: str) -> str:
+    """The last part of where the model is: the name of a run, of a weights file, of a model on the hub."""
+    path = Path(model.rpartition(":")[2])
+    name = (path.resolve() if path.exists() else path).with_suffix("" if path.is_file() else path.suffix).name
+    return name or "model"
+
+
+def takes_any_size(loaded: LoadedModel) -> bool:
+    """Whether the file can take images of other sizes than the model's own."""
+    # the exporter takes a side of one patch for a constant
+    return loaded.model.dynamic_img_size and all(
+        side % patch == 0 and 2 <= side // patch <= MOST_PATCHES for side, patch in _sides(loaded)
+    )
+
+
+def describe(loaded: LoadedModel) -> dict[str, Any]:
+    """What someone with nothing but the file needs to know."""
+    spec = loaded.spec
+    return {
+        "class_names": loaded.class_names,
+        "input_size": spec.input_size,
+        "mean": spec.mean,
+        "std": spec.std,
+        "interpolation": spec.interpolation,
+        "crop_pct": spec.crop_pct,
+        "patch_size": loaded.model.patch_embed.patch_size,
+        "any_size": takes_any_size(loaded),
+        "architecture": loaded.model.pretrained_cfg.get("architecture"),
+        "hgrn_vision": __version__,
+    }
+
+
+def trace(loaded: LoadedModel) -> ExportedProgram:
+    """The model as a graph of aten operators for any number of images, and of any size where it can be."""
+    dynamic = {0: Dim("batch")}
+    if takes_any_size(loaded):
+        height, width = loaded.model.patch_embed.patch_size
+        dynamic[2] = height * Dim("rows", min=2, max=MOST_PATCHES)
+        dynamic[3] = width * Dim("columns", min=2, max=MOST_PATCHES)
+    images = torch.zeros(2, *loaded.spec.input_size)
+    return torch.export.export(loaded.model, (images,), dynamic_shapes=(dynamic,), strict=False)
+
+
+@torch.no_grad()
+def largest_difference(loaded: LoadedModel, kind: str, path: Path) -> float:
+    """Between the logits of a model and those of its file, which runs in a process without this package."""
+    inputs = {" x ".join(map(str, images.shape)): images for images in _examples(loaded)}
+    outputs = _run_elsewhere(kind, path, inputs)
+    differences = []
+    for shape, images in inputs.items():
+        differences.append(np.abs(loaded.model(torch.from_numpy(images)).numpy() - outputs[shape]).max())
+        print(f"  images {shape}: largest difference {differences[-1]:.1e}")
+    # unlike that of Python, this maximum does not lose a NaN
+    return float(np.max(differences))
+
+
+def _run_elsewhere(kind: str, path: Path, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    with tempfile.TemporaryDirectory() as folder:
+        exchange = [os.path.join(folder, name) for name in ("inputs.npz", "outputs.npz")]
+        np.savez(exchange[0], **inputs)
+        command = [sys.executable, "-W", "ignore", run_exported.__file__, kind, os.path.abspath(path), *exchange]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise ValueError(f"the exported file does not run and was removed: {reason}")
+        with np.load(exchange[1]) as arrays:
+            return dict(arrays)
+
+
+def _examples(loaded: LoadedModel) -> Iterator[np.ndarray]:
+    """Images (B, C, H, W) in batches of several sizes, and of other heights and widths where the file takes them."""
+    channels, *own = loaded.spec.input_size
+    shapes = [(1, *own), (3, *own)]
+    if takes_any_size(loaded):
+        height, width = (patch * min(side // patch + 1, MOST_PATCHES) for side, patch in _sides(loaded))
+        shapes += [(2, height, width), (1, 2 * loaded.model.patch_embed.patch_size[0], width)]
+    generator = np.random.default_rng(0)
+    for count, *size in shapes:
+        yield generator.standard_normal((count, channels, *size), dtype=np.float32)
+
+
+def _sides(loaded: LoadedModel) -> list[tuple[int, int]]:
+    """Height and width of the image, each with that of a patch."""
+    return list(zip(loaded.spec.input_size[1:], loaded.model.patch_embed.patch_size, strict=True))

@@ -1,0 +1,38 @@
+"""Run an exported file where this package does not exist: python run_exported.py FORMAT FILE INPUTS.npz OUTPUTS.npz."""
+
+import sys
+
+import numpy as np
+
+
+def load(kind: str, path: str):
+    """A function from images to logits, both as arrays."""
+    if kind == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return lambda images: session.run(None, {"images": images})[0]
+
+    import torch
+
+    model = torch.jit.load(path).eval() if kind == "torchscript" else torch.export.load(path).module()
+
+    @torch.no_grad()
+    def run(images: np.ndarray) -> np.ndarray:
+        return model(torch.from_numpy(images)).numpy()
+
+    return run
+
+
+def main() -> None:
+    """Answer every array of images in INPUTS.npz, under the same name in OUTPUTS.npz."""
+    kind, path, inputs, outputs = sys.argv[1:]
+    # importing one of these now fails, as it does where they are not installed
+    sys.modules.update(dict.fromkeys(["hgrn_vision", "timm"] + ["torch"] * (kind == "onnx")))
+    run = load(kind, path)
+    with np.load(inputs) as arrays:
+        np.savez(outputs, **{name: run(arrays[name]) for name in arrays.files})
+
+
+if __name__ == "__main__":
+    main()

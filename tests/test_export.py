@@ -1,0 +1,218 @@
+"""hgrn-vision export: files that answer as the model does, without this package, at sizes not seen by the exporter."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+from saved_models import CLASSES, SMALL, write_picture
+from timm.models import save_for_hf
+
+from hgrn_vision.cli import main
+from hgrn_vision.tools import export
+from hgrn_vision.tools.loading import load_model
+from hgrn_vision.train.images import open_image
+
+ROOT = Path(__file__).resolve().parent.parent
+OTHER_SHAPES = [(1, 3, 16, 16), (5, 3, 8, 60), (2, 3, 36, 24), (1, 3, 512, 8)]
+
+
+def save(folder, **arguments):
+    """A run's folder with a model of one block, since the exporter takes seconds for each."""
+    arguments = {**SMALL, "depth": 1, **arguments}
+    model = timm.create_model("hgrn_deit_tiny", num_classes=3, **arguments)
+    config = {"label_names": CLASSES}
+    save_for_hf(model, folder / "model", model_config=config, model_args=arguments, safe_serialization=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("trained") / "run")
+
+
+@pytest.fixture(scope="module")
+def onnx_file(run):
+    path = run.parent / "flowers.onnx"
+    assert main(["export", str(run), "--output", str(path)]) == 0
+    return path
+
+
+def answers(run, images):
+    with torch.no_grad():
+        return load_model(str(run), "cpu").model(torch.from_numpy(images)).numpy()
+
+
+def check_metadata(about):
+    assert about["class_names"] == CLASSES
+    assert about["input_size"] == [3, 16, 16] and about["patch_size"] == [4, 4] and about["any_size"] is True
+    assert about["mean"] == pytest.approx([0.485, 0.456, 0.406]) and about["std"] == pytest.approx(
+        [0.229, 0.224, 0.225]
+    )
+    assert about["interpolation"] == "bicubic" and about["crop_pct"] == 0.9
+
+
+def check_answers(run, call):
+    for shape in OTHER_SHAPES:
+        images = np.random.RandomState(1).standard_normal(shape).astype(np.float32)
+        np.testing.assert_allclose(call(images), answers(run, images), atol=1e-4, err_msg=str(shape))
+
+
+def test_onnx(run, onnx_file):
+    session = onnxruntime.InferenceSession(str(onnx_file), providers=["CPUExecutionProvider"])
+    properties = session.get_modelmeta().custom_metadata_map
+    check_metadata({key: json.loads(value) for key, value in properties.items()})
+    check_answers(run, lambda images: session.run(["logits"], {"images": images})[0])
+    model = onnx.load(onnx_file)
+    onnx.checker.check_model(model, full_check=True)
+    assert {node.domain for node in model.graph.node} == {""} and not model.functions
+    # neither the sources nor where they lay
+    assert b"torch_scan" not in onnx_file.read_bytes()
+
+
+def test_pt2(run, tmp_path, capsys):
+    path = tmp_path / "flowers.pt2"
+    assert main(["export", str(run), "--format", "pt2", "--output", str(path)]) == 0
+    assert "largest difference from the model" in capsys.readouterr().out
+    extra = {"metadata.json": ""}
+    program = torch.export.load(path, extra_files=extra)
+    check_metadata(json.loads(extra["metadata.json"]))
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert {target.namespace for target in targets if hasattr(target, "namespace")} == {"aten"}
+    module = program.module()
+    check_answers(run, lambda images: module(torch.from_numpy(images)).detach().numpy())
+    assert b"torch_scan" not in path.read_bytes()
+
+
+def test_torchscript(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(run), "--format", "torchscript"]) == 0
+    extra = {"metadata.json": ""}
+    module = torch.jit.load("run.torchscript", _extra_files=extra)
+    check_metadata(json.loads(extra["metadata.json"]))
+    check_answers(run, lambda images: module(torch.from_numpy(images)).detach().numpy())
+
+
+@pytest.mark.parametrize("size", [(16, 16), (90, 61), (33, 200)], ids=str)
+def test_example_needs_no_torch(run, onnx_file, tmp_path, size):
+    # the same picture through the script and through the package
+    picture = write_picture(tmp_path / "a.jpg", 3, size)
+    blocked = "import sys, runpy; sys.modules.update(dict.fromkeys(['torch', 'timm', 'hgrn_vision', 'onnx']))"
+    command = f"{blocked}; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = ROOT / "examples" / "run_onnx.py"
+    done = subprocess.run(
+        [sys.executable, "-c", command, script, onnx_file, picture], capture_output=True, text=True, encoding="utf-8"
+    )
+    assert done.returncode == 0, done.stderr
+    want = answers(run, load_model(str(run), "cpu").prepare(open_image(picture))[None].numpy())[0]
+    name = CLASSES[want.argmax()]
+    assert done.stdout.startswith(name)
+    np.testing.assert_allclose(np.array(done.stdout[len(name) :].split(), dtype=float), want, atol=1e-4)
+
+
+ABLATIONS = [
+    {"data_dependent_theta": True, "bidirectional": False},
+    {"forget_gate": "none", "lower_bound": "none", "output_gate": False},
+    {"gate_after_norm": True, "complex_state": False},
+]
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS, ids=["rotation by token", "no gates", "released, real"])
+def test_ablated_models_take_any_size(ablation, tmp_path):
+    save(tmp_path, **ablation)
+    program = export.trace(load_model(str(tmp_path), "cpu", exportable=True)).module()
+    check_answers(tmp_path, lambda images: program(torch.from_numpy(images)).detach().numpy())
+
+
+FIXED = {
+    "by request": {"dynamic_img_size": False},
+    "one row": {"img_size": (4, 16)},
+    "padded": {"img_size": (18, 16), "dynamic_img_pad": True},
+}
+
+
+@pytest.mark.parametrize("arguments", FIXED.values(), ids=FIXED)
+def test_fixed_size(arguments, tmp_path):
+    save(tmp_path, **arguments)
+    loaded = load_model(str(tmp_path), "cpu", exportable=True)
+    assert export.describe(loaded)["any_size"] is False
+    program = export.trace(loaded).module()
+    for count in (1, 2, 5):
+        images = torch.randn(count, *loaded.spec.input_size)
+        torch.testing.assert_close(program(images), loaded.model(images), atol=1e-5, rtol=1e-5)
+
+
+def test_a_file_that_differs_is_removed(run, tmp_path, monkeypatch, capsys):
+    loads = []
+
+    def load_another(*args, **kwargs):
+        """The model to export, then one with other weights to compare with."""
+        loaded = load_model(*args, **kwargs)
+        if loads:
+            with torch.no_grad():
+                loaded.model.head.bias.add_(2e-4)
+        loads.append(loaded)
+        return loaded
+
+    monkeypatch.setattr(export, "load_model", load_another)
+    path = tmp_path / "wrong.torchscript"
+    assert main(["export", str(run), "--format", "torchscript", "--output", str(path)]) == 1
+    assert len(loads) == 2 and "differs by 2.0e-04" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_not_a_number_is_no_agreement(run, tmp_path, monkeypatch, capsys):
+    def broken(kind, path, inputs):
+        return {name: np.full((len(images), 3), np.nan, np.float32) for name, images in inputs.items()}
+
+    monkeypatch.setattr(export, "_run_elsewhere", broken)
+    assert main(["export", str(run), "--format", "torchscript", "--output", str(tmp_path / "nan.pt")]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_is_one_line(run, onnx_file, tmp_path, monkeypatch, capsys):
+    before = onnx_file.read_bytes()
+    folder = tmp_path / "vit"
+    save_for_hf(timm.create_model("test_vit", num_classes=3), folder, safe_serialization=True)
+    unreadable = tmp_path / "empty"
+    unreadable.mkdir()
+    cases = {
+        "exists already": [str(run), "--output", str(onnx_file)],
+        "no HGRN model": [str(folder), "--output", str(tmp_path / "a.onnx")],
+        "no config.json": [str(unreadable), "--output", str(tmp_path / "a.onnx")],
+        "is a folder": [str(run), "--output", str(tmp_path)],
+        "no multiple of the patch": [str(run), "--img-size", "18", "--output", str(tmp_path / "a.onnx")],
+    }
+    for message, argv in cases.items():
+        assert main(["export", *argv]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+    assert onnx_file.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "vit"]
+
+    found = export.importlib.util.find_spec
+    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name))
+    assert main(["export", str(run), "--output", str(tmp_path / "a.onnx")]) == 2
+    assert "needs onnxscript: pip install 'hgrn_vision[export]'" in capsys.readouterr().err
+
+
+def test_force_overwrites(run, tmp_path):
+    path = tmp_path / "old.torchscript"
+    path.write_text("old")
+    assert main(["export", str(run), "--format", "torchscript", "--output", str(path), "--force"]) == 0
+    assert path.stat().st_size > 1000
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old.torchscript"]
+
+
+def test_default_name(run, tmp_path):
+    weights = tmp_path / "best.safetensors"
+    weights.touch()
+    assert export.default_name(str(run)) == "run"
+    assert export.default_name(str(weights)) == "best"
+    assert export.default_name("hf-hub:someone/hgrn.v1") == "hgrn.v1"
