@@ -1,6 +1,8 @@
 """hgrn-vision export: files that answer as the model does, without this package, at sizes not seen by the exporter."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +188,7 @@ def test_bad_input_is_one_line(run, onnx_file, tmp_path, monkeypatch, capsys):
         "exists already": [str(run), "--output", str(onnx_file)],
         "no HGRN model": [str(folder), "--output", str(tmp_path / "a.onnx")],
         "no config.json": [str(unreadable), "--output", str(tmp_path / "a.onnx")],
+        "ends in .pt2": [str(run), "--format", "pt2", "--output", str(tmp_path / "a.bin")],
         "is a folder": [str(run), "--output", str(tmp_path)],
         "no multiple of the patch": [str(run), "--img-size", "18", "--output", str(tmp_path / "a.onnx")],
     }
@@ -200,6 +203,17 @@ def test_bad_input_is_one_line(run, onnx_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name))
     assert main(["export", str(run), "--output", str(tmp_path / "a.onnx")]) == 2
     assert "needs onnxscript: pip install 'hgrn_vision[export]'" in capsys.readouterr().err
+
+
+def test_interrupt_leaves_nothing(run, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hgrn_vision", "export", str(run), "--output", str(tmp_path / "a.onnx")]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline().startswith("exporting")
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate()
+    assert process.returncode == 130 and error == "hgrn-vision export: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_force_overwrites(run, tmp_path):

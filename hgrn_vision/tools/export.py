@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise ImportError(f"--format {args.format} needs {', '.join(missing)}: pip install 'hgrn_vision[export]'")
     path = Path(args.output or default_name(args.model) + kind.suffix)
+    if args.format == "pt2" and path.suffix != kind.suffix:
+        raise ValueError(f"PyTorch loads pt2 files only by a name that ends in .pt2, got {path}")
     check_free([path], args.force)
     loaded = load_model(args.model, "cpu", args.img_size, exportable=True)
     if not hasattr(loaded.model, "recurrences"):
