@@ -4,10 +4,14 @@ import importlib.resources
 import io
 import logging
 import os
+import pickle
 import random
 import signal
+import subprocess
+import sys
 import tarfile
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from hgrn_vision.train.augment import BatchTransform, eval_transform, seeded, train_transform
+from hgrn_vision.train.augment import BatchTransform, eval_transform, own_generators, seed_generators, train_transform
 from hgrn_vision.train.config import DataSpec, TrainConfig
 from hgrn_vision.train.data import Split, open_splits, open_validation, steps_per_epoch, stratified_holdout
 from hgrn_vision.train.loaders import EvalLoader, TrainLoader, epoch_order
@@ -376,7 +380,8 @@ def test_loading_leaves_the_global_generators_alone():
 def test_every_policy_survives_many_images(policy):
     transform = train_transform(config(auto_augment=policy), SPEC)
     image = Image.fromarray(np.random.RandomState(0).randint(0, 256, (8, 8, 3), dtype=np.uint8))
-    with seeded(0):
+    with own_generators():
+        seed_generators(0)
         images = torch.stack([transform(image) for _ in range(150)])
     assert images.dtype == torch.uint8 and images.shape[1:] == SPEC.input_size and len(images.unique(dim=0)) > 100
 
@@ -519,7 +524,8 @@ def test_mixing_follows_the_seed(settings):
     targets = torch.arange(8) % 4
     results = []
     for seed in (1, 1, 2):
-        with seeded(seed):
+        with own_generators():
+            seed_generators(seed)
             results.append(mixing.train(images, targets))
     assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
     assert not torch.equal(results[0][0], results[2][0])
@@ -541,15 +547,43 @@ def test_workers_outlive_signals_and_epochs():
     steps = loader.epoch(0)
     next(steps)
     processes = loader.source.loader._iterator._workers
+    # by another process: only the one that started them may end them
+    pids = [str(process.pid) for process in processes]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        for process in processes:
-            os.kill(process.pid, number)
+        subprocess.run(["kill", f"-{number.value}", *pids], check=True)
     assert len(list(steps)) == 21
     next(loader.epoch(1))
     assert loader.source.loader._iterator._workers == processes and all(p.is_alive() for p in processes)
     started = time.monotonic()
     loader.close()
     assert not any(p.is_alive() for p in processes) and time.monotonic() - started < 4
+
+
+def test_an_error_elsewhere_is_not_held_up_by_workers(tmp_path):
+    """They ignore others' signals, but the interpreter ends its workers by one before it waits for them."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from hgrn_vision.train.config import DataSpec, TrainConfig\n"
+        "from hgrn_vision.train.data import open_splits\n"
+        "from hgrn_vision.train.loaders import EvalLoader, TrainLoader\n"
+        "config = TrainConfig(batch_size=64, micro_batch=16, workers=1)\n"
+        "spec = DataSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3, 'bicubic', 1.0)\n"
+        "train, validation = open_splits(config)\n"
+        "steps, batches = TrainLoader(train, config, spec).epoch(0), iter(EvalLoader(validation, config, spec))\n"
+        "next(steps), next(batches)\n"
+        "raise SystemExit(7)\n"
+    )
+    assert subprocess.run([sys.executable, str(program)], check=False, timeout=120).returncode == 7
+
+
+def test_loaders_can_be_sent_to_processes_that_are_not_forks():
+    """What the workers get, pickled as under the spawn start method, makes the same batches."""
+    train, _ = open_splits(config())
+    source = TrainLoader(train, config(), SPEC).source
+    dataset, keys = pickle.loads(pickle.dumps((source.loader.dataset, list(source.keys)[:4])))
+    assert torch.equal(
+        torch.cat([dataset[key].images for key in keys]), flat(TrainLoader(train, config(), SPEC))[0][:64]
+    )
 
 
 def test_tar_members_are_read_by_several_workers(tmp_path):
@@ -598,5 +632,7 @@ def test_webdataset_streams(tmp_path):
     assert sorted(reds) == list(range(30))
     with pytest.raises(ValueError, match="--classes"):
         open_splits(config(dataset="wds/", data=str(tmp_path), train_split=names))
+    narrow = TrainLoader(open_splits(replace(settings, classes="2"))[0], settings, SPEC)
     with pytest.raises(ValueError, match="label 2 in data with 2 classes"):
-        flat(TrainLoader(open_splits(config(**{**settings.__dict__, "classes": "2"}))[0], settings, SPEC), 0)
+        next(narrow.epoch(0))
+    narrow.close()

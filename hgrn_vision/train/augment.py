@@ -18,19 +18,23 @@ from .config import DataSpec, TrainConfig
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draws of random, numpy and torch (CPU) that depend on `seed` alone; the generators' states come back after."""
+def own_generators() -> Iterator[None]:
+    """Inside, random, numpy and torch (CPU) may be seeded at will; their states come back after."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # not torch.manual_seed: before CUDA is initialised it keeps a list of every call
-    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+def seed_generators(seed: int) -> None:
+    """Let the draws of random, numpy and torch (CPU) that follow depend on `seed` alone."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # not torch.manual_seed: before CUDA is initialised it keeps a list of every call
+    torch.default_generator.manual_seed(seed)
 
 
 def train_transform(config: TrainConfig, spec: DataSpec) -> Callable[[Image.Image], torch.Tensor]:

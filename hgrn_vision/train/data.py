@@ -38,12 +38,12 @@ class Split:
 
     def image_name(self, index: int) -> str:
         """What to call an image in messages and lists."""
-        return self.source.name(self.rows[index])
+        return self.source.name(int(self.rows[index]))
 
     def load(self, index: int) -> Image.Image:
         """An image as upright RGB; raises BadImage."""
         try:
-            source = self.source.read(self.rows[index])
+            source = self.source.read(int(self.rows[index]))
         except OSError as error:
             raise BadImage(error.strerror or str(error)) from error
         return open_image(source, self.max_pixels)
@@ -122,12 +122,13 @@ def stratified_holdout(labels: np.ndarray, fraction: float, seed: int = 0) -> tu
     labels = np.asarray(labels)
     # RandomState and not Generator: NumPy promises that its numbers never change
     order = np.random.RandomState(seed).permutation(len(labels))
+    by_class = order[np.argsort(labels[order], kind="stable")]
+    starts = np.unique(labels[by_class], return_index=True)[1]
     held_out = []
-    for label in np.unique(labels):
-        members = order[labels[order] == label]
+    for members in np.split(by_class, starts[1:]):
         count = min(max(1, round(fraction * len(members))), len(members) - 1)
         held_out.append(members[:count])
-    held_out = np.sort(np.concatenate(held_out)) if held_out else order
+    held_out = np.sort(np.concatenate(held_out))
     return np.setdiff1d(np.arange(len(labels)), held_out), held_out
 
 

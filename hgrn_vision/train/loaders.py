@@ -5,7 +5,6 @@ They are the same for any number of ranks and workers, and wherever in the epoch
 
 import itertools
 import random
-import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,12 +12,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from .augment import eval_transform, seeded, train_transform
+from .augment import eval_transform, own_generators, seed_generators, train_transform
 from .config import DataSpec, TrainConfig, fold
 from .data import Split, Stream, steps_per_epoch
 from .images import BadImage
 from .streams import StreamedEpochs, StreamedEvalBatches
-from .workers import BadRecord, EvalBatch, MicroBatch, checked, data_loader, eval_batch, stop_workers
+from .workers import BadRecord, EvalBatch, MicroBatch, checked, data_loader, eval_batch
 
 REPLACEMENTS = 20  # unreadable images in a row before it is the data set that is unreadable
 
@@ -66,8 +65,9 @@ class MicroBatches(Dataset):
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch | ValueError:
         bad: list[BadRecord] = []
         images, targets = [], []
-        for position, index in zip(key.positions.tolist(), key.indices.tolist(), strict=True):
-            with seeded(fold(self.seed, key.rollbacks, key.epoch, position)):
+        with own_generators():
+            for position, index in zip(key.positions.tolist(), key.indices.tolist(), strict=True):
+                seed_generators(fold(self.seed, key.rollbacks, key.epoch, position))
                 try:
                     image, index = self._load(index, bad)
                 except ValueError as error:
@@ -146,7 +146,7 @@ class IndexedEpochs:
     def __init__(self, train: Split, config: TrainConfig, spec: DataSpec, numbers: range):
         self.keys = EpochKeys(train, config, numbers)
         self.loader = data_loader(MicroBatches(train, config, spec), config, config.workers, sampler=self.keys)
-        self.close = weakref.finalize(self, stop_workers, self.loader)
+        self.close = self.loader.close
 
     def start(self, epoch: int, first_step: int, rollbacks: int) -> Iterator[MicroBatch]:
         self.keys.epoch, self.keys.first_step, self.keys.rollbacks = epoch, first_step, rollbacks
@@ -167,7 +167,7 @@ class EvalLoader:
         else:
             dataset = StreamedEvalBatches(validation, config, spec, rank, world_size)
             self.loader = data_loader(dataset, config, max(1, config.workers))
-        self.close = weakref.finalize(self, stop_workers, self.loader)
+        self.close = self.loader.close
 
     def __iter__(self) -> Iterator[EvalBatch]:
         for batch in self.loader:

@@ -7,11 +7,11 @@ import torch
 from PIL import Image
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .augment import eval_transform, seeded, train_transform
+from .augment import eval_transform, seed_generators, train_transform
 from .config import DataSpec, TrainConfig, fold
 from .data import Stream
 from .images import BadImage, open_image
-from .workers import BadRecord, EvalBatch, MicroBatch, data_loader, eval_batch, stop_workers
+from .workers import BadRecord, EvalBatch, MicroBatch, WorkerLoader, data_loader, eval_batch
 
 
 def readable(stream: Stream, samples: Iterator, bad: list[BadRecord]) -> Iterator[tuple[Image.Image, int]]:
@@ -61,8 +61,8 @@ class StreamedMicroBatches(IterableDataset):
             yield error
 
     def _augment(self, image: Image.Image, worker: int, count: int) -> torch.Tensor:
-        with seeded(fold(self.config.seed, self.rollbacks, self.epoch, worker, count)):
-            return self.transform(image)
+        seed_generators(fold(self.config.seed, self.rollbacks, self.epoch, worker, count))
+        return self.transform(image)
 
 
 class StreamedEpochs:
@@ -70,23 +70,25 @@ class StreamedEpochs:
 
     def __init__(self, train: Stream, config: TrainConfig, spec: DataSpec, rank: int):
         self.config, self.batches = config, StreamedMicroBatches(train, config, spec, rank)
+        self.loader: WorkerLoader | None = None
 
     def start(self, epoch: int, first_step: int, rollbacks: int) -> Iterator[MicroBatch | ValueError]:
         if first_step:
             raise ValueError(
                 f"{self.config.dataset} cannot start at step {first_step} of an epoch, only at its beginning"
             )
+        # new workers each epoch: readers keep shuffling state, which would make an epoch depend on those before it
+        self.close()
         self.batches.epoch, self.batches.rollbacks = epoch, rollbacks
         self.batches.train.reader.set_epoch(epoch)
-        # new workers each epoch: readers keep shuffling state, which would make an epoch depend on those before it
-        loader = data_loader(self.batches, self.config, max(1, self.config.workers), seed=fold(self.config.seed, epoch))
-        try:
-            yield from loader
-        finally:
-            stop_workers(loader)
+        seed = fold(self.config.seed, epoch)
+        self.loader = data_loader(self.batches, self.config, max(1, self.config.workers), seed=seed)
+        return iter(self.loader)
 
     def close(self) -> None:
-        """Nothing to end: workers leave with their epoch."""
+        """Ends the worker processes."""
+        if self.loader is not None:
+            self.loader.close()
 
 
 class StreamedEvalBatches(IterableDataset):

@@ -1,6 +1,8 @@
 """What loader processes hand over, and how they are started and ended."""
 
+import os
 import signal
+import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -58,16 +60,22 @@ def checked(batch: Any) -> Any:
 
 
 class WorkerLoader(DataLoader):
-    """A DataLoader that does not warn of more workers than cores: on slow disks, workers mostly wait."""
+    """A DataLoader whose workers can be ended before it is deleted."""
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        if self._iterator is not None:
+            self._iterator._shutdown_workers()
+            self._iterator = None
 
     def check_worker_number_rationality(self) -> None:
-        """Any number is accepted."""
+        """Does not warn of more workers than cores: on slow disks, workers mostly wait."""
 
 
 def data_loader(
     dataset: Dataset, config: TrainConfig, workers: int, sampler: Iterable | None = None, seed: int = 0
-) -> DataLoader:
-    """Worker processes that make whole batches of `dataset` and live until `stop_workers`."""
+) -> WorkerLoader:
+    """Worker processes that make whole batches of `dataset`."""
     cuda = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     return WorkerLoader(
         dataset,
@@ -83,19 +91,22 @@ def data_loader(
     )
 
 
-def stop_workers(loader: DataLoader) -> None:
-    """End the processes of `loader`; workers that ignore signals would keep the interpreter from leaving."""
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is not None:
-        iterator._shutdown_workers()
-        loader._iterator = None
-
-
 def _unchanged(item: Any) -> Any:
     return item
 
 
 def _ignore_signals(worker: int) -> None:
-    # the main process decides when to stop; workers end when it tells them, or when it is gone
-    for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else [])):
-        signal.signal(number, signal.SIG_IGN)
+    """Let signals that are sent to all processes of a job be the main process's business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # SIGTERM cannot be ignored like them: with it the main process ends its workers when nothing else does
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_obey_parent_only, daemon=True).start()
+
+
+def _obey_parent_only() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
