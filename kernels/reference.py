@@ -28,6 +28,7 @@ def hgru_scan(
     c_re, c_im, f = x[..., :D], x[..., D : 2 * D], x[..., 2 * D : 3 * D]
     c = torch.complex(c_re * torch.sigmoid(c_re), c_im * torch.sigmoid(c_im))
     decay = lower_bound + (1 - lower_bound) * torch.sigmoid(f)
+    rest = (1 - lower_bound) * torch.sigmoid(-f)  # 1 - decay, which cancels where the decay is near 1
 
     T = x.shape[1]
     total = torch.zeros_like(c)
@@ -36,7 +37,7 @@ def hgru_scan(
         h = torch.zeros_like(c[:, 0])
         states = [h] * T
         for t in range(T) if direction == 0 else reversed(range(T)):
-            h = decay[:, t] * rotation * h + (1 - decay[:, t]) * c[:, t]
+            h = decay[:, t] * rotation * h + rest[:, t] * c[:, t]
             states[t] = h
         total = total + torch.stack(states, dim=1)
 
