@@ -39,13 +39,6 @@ def run(tmp_path_factory):
     return save(tmp_path_factory.mktemp("trained") / "run")
 
 
-@pytest.fixture(scope="module")
-def onnx_file(run):
-    path = run.parent / "flowers.onnx"
-    assert main(["export", str(run), "--output", str(path)]) == 0
-    return path
-
-
 def answers(run, images):
     with torch.no_grad():
         return load_model(str(run), "cpu").model(torch.from_numpy(images)).numpy()
@@ -66,16 +59,38 @@ def check_answers(run, call):
         np.testing.assert_allclose(call(images), answers(run, images), atol=1e-4, err_msg=str(shape))
 
 
-def test_onnx(run, onnx_file):
-    session = onnxruntime.InferenceSession(str(onnx_file), providers=["CPUExecutionProvider"])
+def test_onnx(run, tmp_path):
+    path = tmp_path / "flowers.onnx"
+    assert main(["export", str(run), "--output", str(path)]) == 0
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     properties = session.get_modelmeta().custom_metadata_map
     check_metadata({key: json.loads(value) for key, value in properties.items()})
     check_answers(run, lambda images: session.run(["logits"], {"images": images})[0])
-    model = onnx.load(onnx_file)
+    model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     assert {node.domain for node in model.graph.node} == {""} and not model.functions
     # neither the sources nor where they lay
-    assert b"torch_scan" not in onnx_file.read_bytes()
+    assert b"torch_scan" not in path.read_bytes()
+    for size in ((16, 16), (90, 61), (33, 200)):
+        check_example(run, path, write_picture(tmp_path / f"{size}.jpg", 3, size))
+
+
+def check_example(run, path, picture):
+    """The example's script answers as the package does, where neither it nor torch can be imported."""
+    blocked = "import sys, runpy; sys.modules.update(dict.fromkeys(['torch', 'timm', 'hgrn_vision', 'onnx']))"
+    command = f"{blocked}; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = ROOT / "examples" / "run_onnx.py"
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8", "-c", command, script, path, picture],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0, done.stderr
+    want = answers(run, load_model(str(run), "cpu").prepare(open_image(picture))[None].numpy())[0]
+    name = CLASSES[want.argmax()]
+    assert done.stdout.startswith(name)
+    np.testing.assert_allclose(np.array(done.stdout[len(name) :].split(), dtype=float), want, atol=1e-4)
 
 
 def test_pt2(run, tmp_path, capsys):
@@ -99,23 +114,6 @@ def test_torchscript(run, tmp_path, monkeypatch):
     module = torch.jit.load("run.torchscript", _extra_files=extra)
     check_metadata(json.loads(extra["metadata.json"]))
     check_answers(run, lambda images: module(torch.from_numpy(images)).detach().numpy())
-
-
-@pytest.mark.parametrize("size", [(16, 16), (90, 61), (33, 200)], ids=str)
-def test_example_needs_no_torch(run, onnx_file, tmp_path, size):
-    # the same picture through the script and through the package
-    picture = write_picture(tmp_path / "a.jpg", 3, size)
-    blocked = "import sys, runpy; sys.modules.update(dict.fromkeys(['torch', 'timm', 'hgrn_vision', 'onnx']))"
-    command = f"{blocked}; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    script = ROOT / "examples" / "run_onnx.py"
-    done = subprocess.run(
-        [sys.executable, "-c", command, script, onnx_file, picture], capture_output=True, text=True, encoding="utf-8"
-    )
-    assert done.returncode == 0, done.stderr
-    want = answers(run, load_model(str(run), "cpu").prepare(open_image(picture))[None].numpy())[0]
-    name = CLASSES[want.argmax()]
-    assert done.stdout.startswith(name)
-    np.testing.assert_allclose(np.array(done.stdout[len(name) :].split(), dtype=float), want, atol=1e-4)
 
 
 ABLATIONS = [
@@ -178,14 +176,15 @@ def test_not_a_number_is_no_agreement(run, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_input_is_one_line(run, onnx_file, tmp_path, monkeypatch, capsys):
-    before = onnx_file.read_bytes()
+def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys):
+    taken = tmp_path / "taken.onnx"
+    taken.write_text("mine")
     folder = tmp_path / "vit"
     save_for_hf(timm.create_model("test_vit", num_classes=3), folder, safe_serialization=True)
     unreadable = tmp_path / "empty"
     unreadable.mkdir()
     cases = {
-        "exists already": [str(run), "--output", str(onnx_file)],
+        "exists already": [str(run), "--output", str(taken)],
         "no HGRN model": [str(folder), "--output", str(tmp_path / "a.onnx")],
         "no config.json": [str(unreadable), "--output", str(tmp_path / "a.onnx")],
         "ends in .pt2": [str(run), "--format", "pt2", "--output", str(tmp_path / "a.bin")],
@@ -196,8 +195,8 @@ def test_bad_input_is_one_line(run, onnx_file, tmp_path, monkeypatch, capsys):
         assert main(["export", *argv]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
-    assert onnx_file.read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "vit"]
+    assert taken.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "taken.onnx", "vit"]
 
     found = export.importlib.util.find_spec
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name))
