@@ -22,7 +22,7 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 from hgrn_vision.train.augment import BatchTransform, eval_transform, own_generators, seed_generators, train_transform
 from hgrn_vision.train.config import DataSpec, TrainConfig
 from hgrn_vision.train.data import Split, open_splits, open_validation, steps_per_epoch, stratified_holdout
-from hgrn_vision.train.loaders import EvalLoader, TrainLoader, epoch_order
+from hgrn_vision.train.loaders import EvalLoader, TrainLoader, balanced_order, epoch_order
 
 SPEC = DataSpec((3, 8, 8), (0.5, 0.4, 0.3), (0.3, 0.2, 0.1), "bicubic", 1.0)
 SMALL = dict(batch_size=64, micro_batch=16, workers=0)
@@ -349,6 +349,20 @@ def test_repeated_augmentation_draws_a_third_of_the_images_three_times():
     assert len(images) == 100 and set(counts) == {3}
     assert len(np.unique(epoch_order(300, config(repeats=1), 0, 300))) == 300
     assert not np.array_equal(order, epoch_order(300, config(repeats=3), 1, 300))
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_balanced_epoch_has_every_class_equally_often(repeats):
+    labels = np.repeat([0, 1, 2], [150, 7, 40])
+    order = balanced_order(labels, config(repeats=repeats), 0, 180)
+    assert np.bincount(labels[order]).tolist() == [60, 60, 60]
+    for label in range(3):
+        counts = np.bincount(order[labels[order] == label], minlength=len(labels))[labels == label]
+        assert counts.max() - counts.min() <= repeats
+    # every batch is balanced, not only the whole
+    assert np.bincount(labels[order[:30]]).tolist() == [10, 10, 10]
+    assert np.array_equal(order, balanced_order(labels, config(repeats=repeats), 0, 180))
+    assert not np.array_equal(order, balanced_order(labels, config(repeats=repeats), 1, 180))
 
 
 def test_repeats_of_an_image_differ_and_lie_in_different_micro_batches():

@@ -39,6 +39,7 @@ OTHER = {
     "distill": ["--distill", "features"],
     "recipe": ["--recipe", "deit"],
     "device": ["--device", "cpu"],
+    "freeze": ["--freeze", "body"],
 }
 
 

@@ -12,7 +12,7 @@ from training import SMALL, Setup, digits
 
 from hgrn_vision.train import trackers
 from hgrn_vision.train.augment import BatchTransform
-from hgrn_vision.train.build import build_model, data_spec
+from hgrn_vision.train.build import build_model, data_spec, load_body
 from hgrn_vision.train.config import TrainConfig, fold
 from hgrn_vision.train.distributed import World, check_ranks, start
 from hgrn_vision.train.engine import Engine, seed_all
@@ -69,8 +69,10 @@ OPTIONS = [  # the setting, and others that it needs to matter
     ("model_args", {**SMALL, "depth": 3}, {}),
     ("img_size", 12, {}),
     ("drop_path", 0.5, {}),
+    ("freeze", "1", {}),
     ("epochs", 3, {}),
     ("epoch_steps", 2, {}),
+    ("balance", True, {}),
     ("batch_size", 96, {}),
     ("micro_batch", 16, {}),
     ("seed", 1, {}),
@@ -108,9 +110,9 @@ OPTIONS = [  # the setting, and others that it needs to matter
     ("std", (0.9, 0.9, 0.9), {}),
     ("precision", "bf16", {}),
 ]
-ELSEWHERE = {  # recipe settings that other tests see the effect of: of data sources, of distillation, of the name
+ELSEWHERE = {  # recipe settings that other tests see the effect of: of data sources, distillation, the end, the name
     *("dataset", "train_split", "val_split", "holdout", "classes", "input_key", "target_key"),
-    *("teacher", "distill", "distill_weight", "distill_temperature", "pretrained", "recipe"),
+    *("teacher", "distill", "distill_weight", "distill_temperature", "pretrained", "patience", "recipe"),
 }
 
 
@@ -125,6 +127,41 @@ def test_every_setting_does_something(name, value, others):
     other = result(**{**BASE, **others, name: value})
     same = losses == other[0] and weights.shape == other[1].shape and torch.equal(weights, other[1])
     assert not (same and score == other[2] and images == other[3])
+
+
+def learned(**settings) -> set[str]:
+    """The parts of the model that a few steps changed."""
+    setup = Setup(digits(**settings))
+    before = copy.deepcopy(setup.engine.model.state_dict())
+    setup.run(2)
+    changed = [
+        name for name, tensor in setup.engine.model.state_dict().items() if not torch.equal(tensor, before[name])
+    ]
+    return {".".join(name.split(".")[:2]) if name.startswith("blocks") else name.split(".")[0] for name in changed}
+
+
+def test_freeze_counts_layers_from_the_image_on():
+    everything = {"patch_embed", "lower_bound", "blocks.0", "blocks.1", "head"}
+    assert learned() == everything
+    assert learned(freeze="1") == everything - {"patch_embed", "lower_bound"}
+    assert learned(freeze="2") == {"blocks.1", "head"}
+    assert learned(freeze="body") == {"head"}
+    with pytest.raises(ValueError, match="cannot freeze 9 layers: the model has 3 before its head"):
+        Setup(digits(freeze="9"))
+    with pytest.raises(ValueError, match="freeze must be body or a number of layers, got 'head'"):
+        digits(freeze="head")
+
+
+def test_first_weights_are_taken_over_and_the_head_is_new():
+    other, model = build_model(digits(seed=1), 7), build_model(digits(), 10)
+    head = model.head.weight.clone()
+    load_body(model, other.state_dict())
+    assert torch.equal(model.head.weight, head)
+    for name, tensor in model.state_dict().items():
+        assert name.startswith("head.") or torch.equal(tensor, other.state_dict()[name]), name
+    deeper = build_model(digits(model_args={**SMALL, "depth": 3}), 7)
+    with pytest.raises(ValueError, match="the first weights do not fit the model: .*blocks.2"):
+        load_body(model, deeper.state_dict())
 
 
 @pytest.mark.parametrize("setting", ["grad_checkpointing", "channels_last"])

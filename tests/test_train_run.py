@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from training import SMALL, digits
 
+from hgrn_vision.train.build import build_model
 from hgrn_vision.train.checkpoint import read
 from hgrn_vision.train.config import from_mapping, read_yaml
 from hgrn_vision.train.evaluation import Evaluation
@@ -76,6 +77,25 @@ def test_every_signal_stops_after_the_step_and_the_run_continues_exactly(tmp_pat
         for name, tensor in want[part].items():
             assert torch.equal(got[part][name], tensor), f"{part} {name}"
     assert [row["step"] for row in log(tmp_path / "parts")] == ["4", "8", "12"]
+
+
+def test_patience_ends_a_run_that_gets_no_better(tmp_path):
+    config = digits(lr=0.0, warmup_lr=0.0, min_lr=0.0, epochs=9, epoch_steps=1, patience=2)
+    assert train(config, tmp_path / "run").status == "finished"
+    assert [row["epoch"] for row in log(tmp_path / "run")] == ["1", "2", "3"]
+    assert (tmp_path / "run" / "report.html").exists()
+    assert train(config, tmp_path / "run").status == "finished before"
+    longer = train(replace(config, patience=3), tmp_path / "run", allow_change=True)
+    assert (longer.status, longer.progress.epoch) == ("finished", 4)
+
+
+def test_first_weights_are_for_new_runs_only(tmp_path):
+    config = digits(lr=0.0, warmup_lr=0.0, min_lr=0.0, epochs=1, epoch_steps=1)
+    first, other = (build_model(replace(config, seed=seed), 10).state_dict() for seed in (1, 2))
+    train(config, tmp_path / "run", weights=first)
+    train(replace(config, epochs=2), tmp_path / "run", allow_change=True, weights=other)
+    model = read(tmp_path / "run" / "checkpoints" / "last.safetensors")["model"]
+    assert all(torch.equal(tensor, first[name]) for name, tensor in model.items() if not name.startswith("head."))
 
 
 def test_signals_are_given_back_after_a_run(finished):

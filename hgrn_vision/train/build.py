@@ -1,5 +1,6 @@
 """From settings to a model, its loss, its optimizer and its schedule; all of them timm's."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -7,6 +8,7 @@ import timm
 import torch
 from timm.data import resolve_data_config
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
+from timm.models import group_parameters
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
@@ -33,6 +35,7 @@ def build_model(config: TrainConfig, num_classes: int, pretrained: bool = False)
         raise ValueError(f"cannot create model {config.model}: {str(error).splitlines()[0]}") from error
     if config.grad_checkpointing:
         model.set_grad_checkpointing(True)
+    freeze(model, config.freeze)
     return model.to(memory_format=torch.channels_last) if config.channels_last else model
 
 
@@ -45,6 +48,42 @@ def _create(name: str, num_classes: int, pretrained: bool, arguments: dict[str, 
             raise
         arguments = {key: value for key, value in arguments.items() if key != "img_size"}
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **arguments)
+
+
+def load_body(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Take over all weights but those of the head, which stays new."""
+    head = _head(model)
+    body = {name: tensor for name, tensor in weights.items() if name not in head}
+    own = {name: tensor for name, tensor in model.state_dict().items() if name in head}
+    try:
+        model.load_state_dict({**body, **own})
+    except RuntimeError as error:
+        reason = " ".join(str(error).splitlines()[1].split())
+        raise ValueError(f"the first weights do not fit the model: {reason}") from error
+
+
+def freeze(model: nn.Module, part: str) -> None:
+    """Keep a part from learning: 'body' is all but the head, a number so many layers from the image on."""
+    if not part:
+        return
+    # the layers of layer decay: the patch embedding, each block, then the last norm with the head
+    layer = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+    head = _head(model)
+    if part == "body":
+        frozen = {name for name in layer if name not in head}
+    else:
+        count = max(layer.values())
+        if int(part) > count:
+            raise ValueError(f"cannot freeze {part} layers: the model has {count} before its head")
+        frozen = {name for name, number in layer.items() if number < int(part)}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+def _head(model: nn.Module) -> set[str]:
+    """Names of the head's parameters."""
+    theirs = {id(parameter) for parameter in model.get_classifier().parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in theirs}
 
 
 def data_spec(config: TrainConfig, model: nn.Module) -> DataSpec:

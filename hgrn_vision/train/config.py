@@ -61,9 +61,14 @@ class TrainConfig:
     pretrained: bool = recipe(False, "start from the model's published weights, with a new head")
     img_size: int | None = recipe(None, "side of the square image; the model's own if not given")
     drop_path: float = recipe(0.0, "stochastic depth rate of the last block")
+    freeze: str = recipe(
+        "", "keep the first weights of the body (all but the head), or of so many layers from the image on"
+    )
 
     epochs: int = recipe(300, "passes over the training set")
     epoch_steps: int | None = recipe(None, "end each epoch after this many steps")
+    patience: int = recipe(0, "end the run after this many epochs without a better top-1; 0 never does")
+    balance: bool = recipe(False, "draw every class equally often, however many images it has")
     batch_size: int = recipe(2048, "images in an optimizer step, over all processes")
     micro_batch: int = recipe(128, "images in one forward pass, the unit of randomness; must be even")
     seed: int = recipe(0, "seed of order, augmentation, mixup, drop path and initial weights")
@@ -143,17 +148,29 @@ def _check(config: TrainConfig) -> None:
     shares = ("drop_path", "smoothing", "holdout", "ema", "reprob", "hflip", "vflip", "mixup_prob", "max_bad_fraction")
     for name in shares:
         need(0 <= getattr(config, name) <= 1, f"{name} must lie between 0 and 1, got {getattr(config, name)}")
-    for name in ("lr", "weight_decay", "clip_grad", "warmup_epochs", "workers", "save_steps", "save_minutes"):
+    for name in (
+        "lr",
+        "weight_decay",
+        "clip_grad",
+        "warmup_epochs",
+        "workers",
+        "patience",
+        "save_steps",
+        "save_minutes",
+    ):
         need(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}")
+    known = config.freeze in ("", "body") or config.freeze.isdecimal()
+    need(known, f"freeze must be body or a number of layers, got {config.freeze!r}")
     need(config.micro_batch % 2 == 0, f"micro_batch must be even (mixup pairs images), got {config.micro_batch}")
     need(
         config.batch_size % config.micro_batch == 0,
         f"batch_size {config.batch_size} is no multiple of micro_batch {config.micro_batch}; "
-        f"micro_batch {_largest_divisor(config.batch_size, config.micro_batch)} would do",
+        f"micro_batch {even_divisor(config.batch_size, config.micro_batch)} would do",
     )
 
 
-def _largest_divisor(number: int, at_most: int) -> int:
+def even_divisor(number: int, at_most: int) -> int:
+    """The largest even number up to `at_most` that divides `number`, 2 where none does."""
     return next((d for d in range(min(number, at_most), 1, -1) if number % d == 0 and d % 2 == 0), 2)
 
 

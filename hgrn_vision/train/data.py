@@ -72,6 +72,8 @@ class Stream:
 def open_splits(config: TrainConfig) -> tuple[Split | Stream, Split | Stream]:
     """The training and the validation images, their classes matched by name."""
     if config.dataset.startswith(STREAMS):
+        if config.balance:
+            raise ValueError(f"--balance needs images that can be read in any order; {_where(config)} is a stream")
         train = _open_stream(config, "train", None)
         return train, _open_stream(config, "validation", train.class_names)
     listing, validation = _list_both(config)
@@ -83,7 +85,10 @@ def open_splits(config: TrainConfig) -> tuple[Split | Stream, Split | Stream]:
         return train, _limit(_match(validation, "validation", class_names, config), config)
     kept, held_out = stratified_holdout(train.labels, _holdout(config))
     if not len(held_out):
-        raise ValueError(f"{_where(config)}: too few images of each class to hold any out for validation")
+        raise ValueError(
+            f"{_where(config)}: one image of each class is too few to hold any out for validation; "
+            "add images, or a val folder"
+        )
     return train.subset(kept), _limit(train.subset(held_out, "validation"), config)
 
 

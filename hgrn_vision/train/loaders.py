@@ -4,6 +4,7 @@ They are the same for any number of ranks and workers, and wherever in the epoch
 """
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -39,17 +40,36 @@ def epoch_order(images: int, config: TrainConfig, epoch: int, length: int) -> np
     return order[np.arange(length) // config.repeats]
 
 
+def balanced_order(labels: np.ndarray, config: TrainConfig, epoch: int, length: int) -> np.ndarray:
+    """As `epoch_order`, with every class equally often; a class's images all come before one of them comes again."""
+    draw = np.random.RandomState(fold(config.seed, epoch) % 2**32)
+    classes = np.unique(labels)
+    draws = math.ceil(length / config.repeats / len(classes))
+    columns = []
+    for label in classes:
+        members = np.flatnonzero(labels == label)
+        rounds = [draw.permutation(members) for _ in range(math.ceil(draws / len(members)))]
+        columns.append(np.concatenate(rounds)[:draws])
+    rows = np.stack(columns, axis=1)  # (draws, classes)
+    for row in rows:
+        draw.shuffle(row)
+    return rows.flatten()[np.arange(length) // config.repeats]
+
+
 class EpochKeys:
     """The keys of one rank's micro-batches in an epoch, from a given step on."""
 
     def __init__(self, train: Split, config: TrainConfig, numbers: range):
-        self.images, self.config, self.numbers = len(train), config, numbers
+        self.labels, self.config, self.numbers = train.labels, config, numbers
         self.steps = steps_per_epoch(train, config)
         self.epoch = self.first_step = self.rollbacks = 0
 
     def __iter__(self) -> Iterator[MicroBatchKey]:
         size, count = self.config.batch_size, self.config.micro_batches
-        order = epoch_order(self.images, self.config, self.epoch, self.steps * size)
+        if self.config.balance:
+            order = balanced_order(self.labels, self.config, self.epoch, self.steps * size)
+        else:
+            order = epoch_order(len(self.labels), self.config, self.epoch, self.steps * size)
         for step, number in itertools.product(range(self.first_step, self.steps), self.numbers):
             # dealt like cards: repeats of an image go to different micro-batches, where mixup pairs them with others
             positions = np.arange(step * size + number, (step + 1) * size, count)

@@ -2,10 +2,13 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .build import build_model, data_spec, describe_model
+import torch
+
+from .build import build_model, data_spec, describe_model, load_body
 from .checkpoint import Checkpoints
 from .config import TrainConfig, to_mapping, to_yaml
 from .data import open_splits, steps_per_epoch
@@ -35,6 +38,7 @@ def train(
     allow_change: bool = False,
     observer: Observer | None = None,
     details: dict[str, str] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Outcome:
     """Start the run in folder `output`, or continue it; on every process of the run.
 
@@ -45,12 +49,13 @@ def train(
         allow_change: continue a run although its recipe has changed.
         observer: is told what happens, on rank 0.
         details: recorded beside the versions.
+        weights: of the same model with any head, for a new run to begin with.
     """
     world = start(config)
     about = {"command": command, **versions(), **(details or {})}
     with StopRequest() as stop:
         run = Run(config, Path(output), world, stop, observer if observer and world.main else Observer(), about)
-        run.open(allow_change)
+        run.open(allow_change, weights)
         try:
             outcome = run.go()
         finally:
@@ -75,7 +80,7 @@ class Run:
         self.about = about
         self.checkpoints = Checkpoints(output / "checkpoints")
 
-    def open(self, allow_change: bool) -> None:
+    def open(self, allow_change: bool, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Load everything, from a checkpoint where there is one."""
         config, world = self.config, self.world
         world.on_main(lambda: check_ranks(config, world.size))
@@ -89,6 +94,8 @@ class Run:
             changes = check_same_run(contents, config, self.train_split, self.output, allow_change)
         pretrained = config.pretrained and not self.resumed
         model = world.everywhere(lambda: build_model(config, len(self.class_names), pretrained))
+        if weights and not self.resumed:
+            world.everywhere(lambda: load_body(model, weights))
         self.spec = data_spec(config, model)
         describe_model(model, self.spec)
         self.engine = world.everywhere(lambda: Engine(config, world, model, self.spec, self.steps))
@@ -105,13 +112,20 @@ class Run:
     def progress(self) -> Progress:
         return self.engine.progress
 
+    @property
+    def over(self) -> bool:
+        """All epochs are done, or the last of them brought nothing better."""
+        progress, patience = self.progress, self.config.patience
+        waited = progress.epoch - progress.best["epoch"] if progress.best else 0
+        return progress.epoch >= self.config.epochs or bool(patience and waited >= patience)
+
     def go(self) -> Outcome:
         """Train to the end, or until asked to stop."""
         status: Literal["finished", "finished before"] = "finished before"
-        if self.progress.epoch < self.config.epochs:
+        if not self.over:
             status = "finished"
             self.observer.began(self)
-            while self.progress.epoch < self.config.epochs:
+            while not self.over:
                 if not self._train_epoch():
                     self._save()
                     return Outcome("stopped", self.output, self.progress, self.stop.name)
@@ -129,7 +143,7 @@ class Run:
 
     def _prepare_output(self) -> None:
         self.bad_images = self.world.on_main(lambda: BadImages(self.output / "bad_images.csv"))
-        if self.progress.epoch < self.config.epochs:
+        if not self.over:
             self.world.on_main(self._write_settings)
         if not self.resumed:
             # something to go back to, and an output that cannot be written fails here
