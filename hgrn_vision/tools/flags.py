@@ -1,7 +1,7 @@
 """Flags from the fields of the training settings, so that there is one list of options."""
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
@@ -10,24 +10,35 @@ import yaml
 from ..train.config import TrainConfig, describe, field_types
 
 
-def add_setting_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """One flag a setting; a flag that is not given leaves no trace in the parsed arguments."""
-    groups = {
-        "recipe": parser.add_argument_group(
-            "recipe", "what is learned, fixed once a run has started; in brackets what the paper uses"
-        ),
-        "machine": parser.add_argument_group("machine", "where and how fast; free to change when a run continues"),
-    }
+def add_setting_flags(
+    parser: argparse.ArgumentParser, leave_out: Collection[str] = (), shown: Mapping[str, str] | None = None
+) -> None:
+    """One flag a setting; a flag that is not given leaves no trace in the parsed arguments.
+
+    Args:
+        parser: gets the flags.
+        leave_out: settings without a flag.
+        shown: where given, the only settings that --help lists, with what it says of them.
+    """
+    groups: dict[str, Any] = {"recipe": parser, "machine": parser}
+    if shown is None:
+        groups = {
+            "recipe": parser.add_argument_group(
+                "recipe", "what is learned, fixed once a run has started; in brackets what the paper uses"
+            ),
+            "machine": parser.add_argument_group("machine", "where and how fast; free to change when a run continues"),
+        }
     types = field_types()
     for item in fields(TrainConfig):
         if item.name in leave_out:
             continue
         default = item.default_factory() if item.default is MISSING else item.default
+        text = f"{item.metadata['help']} [{_spell(default)}]".replace("%", "%%")
         groups[item.metadata["kind"]].add_argument(
             f"--{item.name.replace('_', '-')}",
             dest=item.name,
             default=argparse.SUPPRESS,
-            help=f"{item.metadata['help']} [{_spell(default)}]".replace("%", "%%"),
+            help=text if shown is None else shown.get(item.name, argparse.SUPPRESS),
             **_options(types[item.name]),
         )
 

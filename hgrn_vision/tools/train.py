@@ -1,34 +1,23 @@
 """Train a model: on ImageNet, on your own images, or on the digits that come with the package."""
 
 import argparse
-import logging
+import contextlib
 import os
 import shlex
 import shutil
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-from tqdm import tqdm
-
-from ..backend import choose, get_backend
-from ..train.build import DTYPES, precision
 from ..train.config import TrainConfig, from_mapping, read_yaml, to_yaml
-from ..train.distributed import LostRank, choose_device
-from ..train.engine import Progress
-from ..train.faults import Diverged
-from ..train.observer import Observer, Outcome
+from ..train.observer import Outcome
 from ..train.recipes import RECIPES
-from ..train.run import Run, train
+from ..train.run import train
 from ..train.score import score
 from .flags import add_setting_flags, given_settings
+from .running import Display, backend_details, exit_code, is_main
 
 EXAMPLE = "hgrn-vision train /data/imagenet --recipe paper"
-
-SECONDS_BETWEEN_LINES = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,22 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, or evaluate; 0 when done or stopped on request, 3 when the run diverged."""
-    main = os.environ.get("RANK", "0") == "0"
-    _show_warnings(main)
-    try:
-        return _evaluate(args) if args.eval else _train(args, main)
-    except (ValueError, OSError, ImportError) as error:
-        # an error that all ranks share is told once
-        if getattr(error, "shared", False) and not main:
-            return 2
-        raise
-    except LostRank as error:
-        print(f"hgrn-vision train: {error}", file=sys.stderr)
-        return 1
-    except Diverged as error:
-        if main:
-            print(f"hgrn-vision train: {error}", file=sys.stderr)
-        return 3
+    return exit_code("train", lambda: _evaluate(args) if args.eval else _train(args, is_main()))
 
 
 def resolve(args: argparse.Namespace) -> TrainConfig:
@@ -103,7 +77,8 @@ def _train(args: argparse.Namespace, main: bool) -> int:
         return 0
     if main and config.data == "digits" and "data" not in args:
         print("No data given: training on the handwritten digits that come with the package.")
-    outcome = train(config, output, _command(), args.allow_change, Display(), _details(config))
+    with contextlib.closing(Display()) as display:
+        outcome = train(config, output, _command(), args.allow_change, display, backend_details(config))
     if main:
         _show_outcome(outcome, config)
     return 0
@@ -135,15 +110,6 @@ def _command() -> str:
     return f"{launcher}{program} {shlex.join(arguments)}".strip()
 
 
-def _details(config: TrainConfig) -> dict[str, str]:
-    """Which implementation computes our own models."""
-    if not config.model.startswith("hgrn"):
-        return {}
-    device, name = choose_device(config.device), get_backend()
-    dtype = DTYPES[precision(config, device)] or torch.float32
-    return {"backend": choose(device, dtype) if name == "auto" else name}
-
-
 def _evaluate(args: argparse.Namespace) -> int:
     result = score(args.eval, given_settings(args))
     evaluation = result.evaluation
@@ -154,67 +120,6 @@ def _evaluate(args: argparse.Namespace) -> int:
         for record in evaluation.bad[:20]:
             print(f"  {record.name}: {record.reason}")
     return 0
-
-
-class Display(Observer):
-    """A progress bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self) -> None:
-        self.bar: tqdm | None = None
-        self.top1 = float("nan")
-        self.told = 0.0
-
-    def began(self, run: Run) -> None:
-        config, world = run.config, run.world
-        parameters = sum(p.numel() for p in run.engine.model.parameters())
-        self.epochs, self.steps, self.batch_size = config.epochs, run.steps, config.batch_size
-        self.first, self.begin = run.progress.updates, time.monotonic()
-        backend = f" ({run.about['backend']} backend)" if "backend" in run.about else ""
-        print(
-            f"{config.model}: {parameters:,} parameters, {len(run.class_names)} classes, "
-            f"{len(run.train_split):,} training and {len(run.validation):,} validation images"
-        )
-        print(
-            f"{world.size} x {world.device.type}{backend}, batch {config.batch_size} = {config.micro_batches} x "
-            f"{config.micro_batch}, {config.epochs} epochs of {run.steps} steps, output {run.output}"
-        )
-        if run.resumed:
-            print(f"continuing after step {run.progress.updates} (epoch {run.progress.epoch + 1})")
-        sys.stdout.flush()
-        total = self.epochs * self.steps
-        self.bar = tqdm(
-            total=total, initial=self.first, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
-        )
-
-    def stepped(self, progress: Progress, loss: float, lr: float) -> None:
-        rate = (progress.updates - self.first) * self.batch_size / (time.monotonic() - self.begin)
-        self.bar.update(progress.updates - self.bar.n)
-        if not self.bar.disable:
-            self.bar.set_postfix_str(f"loss {loss:.4f}, top-1 {self.top1:.2f}, {rate:.0f} images/s")
-        elif time.monotonic() - self.told > SECONDS_BETWEEN_LINES:
-            self.told = time.monotonic()
-            total, done = self.epochs * self.steps, progress.updates
-            print(
-                f"step {done}/{total}  loss {loss:.4f}  lr {lr:.2e}  {rate:.0f} images/s  "
-                f"left {tqdm.format_interval((total - done) * self.batch_size / rate)}",
-                flush=True,
-            )
-
-    def evaluating(self) -> None:
-        if not self.bar.disable:
-            self.bar.set_postfix_str("evaluating")
-
-    def finished_epoch(self, row: dict[str, Any], best: bool) -> None:
-        self.top1 = row["val_top1"]
-        line = (
-            f"epoch {row['epoch']}/{self.epochs}  train loss {row['train_loss']:.4f}  val loss {row['val_loss']:.4f}  "
-            f"top-1 {row['val_top1']:.2f}{'*' if best else ' '} top-5 {row['val_top5']:.2f}  "
-            f"{row['images_per_second']:.0f} images/s  data wait {row['data_wait']:.0%}"
-        )
-        tqdm.write(line)
-        sys.stdout.flush()
-        if row["epoch"] == self.epochs:
-            self.bar.close()
 
 
 def _show_outcome(outcome: Outcome, config: TrainConfig) -> None:
@@ -231,16 +136,3 @@ def _show_outcome(outcome: Outcome, config: TrainConfig) -> None:
         print(f"start again:   rm -r {outcome.output} first, or give another --output")
     elif config.recipe == "digits":
         print(f"your images:   {_program()} FOLDER (with train/CLASS/ and val/CLASS/ inside)")
-
-
-class _Lines(logging.Handler):
-    """Messages that do not cut through the progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
-
-
-def _show_warnings(main: bool) -> None:
-    logger = logging.getLogger("hgrn_vision")
-    logger.handlers = [_Lines()] if main else [logging.NullHandler()]
-    logger.setLevel(logging.WARNING)

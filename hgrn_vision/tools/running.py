@@ -1,0 +1,133 @@
+"""What the commands that train share: progress, warnings, and how a run that fails ends."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ..backend import choose, get_backend
+from ..train.build import DTYPES, precision
+from ..train.config import TrainConfig
+from ..train.distributed import LostRank, choose_device
+from ..train.engine import Progress
+from ..train.faults import Diverged
+from ..train.observer import Observer
+from ..train.run import Run
+
+SECONDS_BETWEEN_LINES = 30
+
+
+def is_main() -> bool:
+    """Whether this process is the one that speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def exit_code(command: str, work: Callable[[], int]) -> int:
+    """The code of `work`, or 3 when the run diverged, 1 when it lost a process."""
+    show_warnings()
+    try:
+        return work()
+    except (ValueError, OSError, ImportError) as error:
+        # an error that all ranks share is told once
+        if getattr(error, "shared", False) and not is_main():
+            return 2
+        raise
+    except LostRank as error:
+        print(f"hgrn-vision {command}: {error}", file=sys.stderr)
+        return 1
+    except Diverged as error:
+        if is_main():
+            print(f"hgrn-vision {command}: {error}", file=sys.stderr)
+        return 3
+
+
+def backend_details(config: TrainConfig) -> dict[str, str]:
+    """Which implementation computes our own models."""
+    if not config.model.startswith("hgrn"):
+        return {}
+    device, name = choose_device(config.device), get_backend()
+    dtype = DTYPES[precision(config, device)] or torch.float32
+    return {"backend": choose(device, dtype) if name == "auto" else name}
+
+
+class Display(Observer):
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+        self.top1 = float("nan")
+        self.told = 0.0
+
+    def began(self, run: Run) -> None:
+        config, world = run.config, run.world
+        parameters = sum(p.numel() for p in run.engine.model.parameters())
+        self.epochs, self.steps, self.batch_size = config.epochs, run.steps, config.batch_size
+        self.first, self.begin = run.progress.updates, time.monotonic()
+        backend = f" ({run.about['backend']} backend)" if "backend" in run.about else ""
+        print(
+            f"{config.model}: {parameters:,} parameters, {len(run.class_names)} classes, "
+            f"{len(run.train_split):,} training and {len(run.validation):,} validation images"
+        )
+        print(
+            f"{world.size} x {world.device.type}{backend}, batch {config.batch_size} = {config.micro_batches} x "
+            f"{config.micro_batch}, {config.epochs} epochs of {run.steps} steps, output {run.output}"
+        )
+        if run.resumed:
+            print(f"continuing after step {run.progress.updates} (epoch {run.progress.epoch + 1})")
+        sys.stdout.flush()
+        total = self.epochs * self.steps
+        self.bar = tqdm(
+            total=total, initial=self.first, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
+        )
+
+    def stepped(self, progress: Progress, loss: float, lr: float) -> None:
+        rate = (progress.updates - self.first) * self.batch_size / (time.monotonic() - self.begin)
+        self.bar.update(progress.updates - self.bar.n)
+        if not self.bar.disable:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, top-1 {self.top1:.2f}, {rate:.0f} images/s")
+        elif time.monotonic() - self.told > SECONDS_BETWEEN_LINES:
+            self.told = time.monotonic()
+            total, done = self.epochs * self.steps, progress.updates
+            print(
+                f"step {done}/{total}  loss {loss:.4f}  lr {lr:.2e}  {rate:.0f} images/s  "
+                f"left {tqdm.format_interval((total - done) * self.batch_size / rate)}",
+                flush=True,
+            )
+
+    def evaluating(self) -> None:
+        if not self.bar.disable:
+            self.bar.set_postfix_str("evaluating")
+
+    def finished_epoch(self, row: dict[str, Any], best: bool) -> None:
+        self.top1 = row["val_top1"]
+        line = (
+            f"epoch {row['epoch']}/{self.epochs}  train loss {row['train_loss']:.4f}  val loss {row['val_loss']:.4f}  "
+            f"top-1 {row['val_top1']:.2f}{'*' if best else ' '} top-5 {row['val_top5']:.2f}  "
+            f"{row['images_per_second']:.0f} images/s  data wait {row['data_wait']:.0%}"
+        )
+        tqdm.write(line)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+class _Lines(logging.Handler):
+    """Messages that do not cut through the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
+def show_warnings() -> None:
+    """Warnings of the package as lines on standard error, told by one process."""
+    logger = logging.getLogger("hgrn_vision")
+    logger.handlers = [_Lines()] if is_main() else [logging.NullHandler()]
+    logger.setLevel(logging.WARNING)
