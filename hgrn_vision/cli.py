@@ -12,12 +12,14 @@ from typing import NoReturn
 # only the module of the command that was asked for is imported, so that --help answers at once
 COMMANDS = {
     "train": "train a model, or continue a run",
+    "finetune": "a classifier from a folder of your pictures",
     "predict": "class names and probabilities for pictures",
     "evaluate": "accuracy of a model on labelled pictures, class by class",
     "bench": "speed and memory beside other models of timm",
     "explain": "forget gates, token mixing and evidence, drawn for a model and pictures",
     "export": "a file that runs without this package: ONNX, pt2 or TorchScript",
     "models": "the models of this package, their size and cost",
+    "digits": "write the packaged digits as PNG files, to try the other commands on",
     "doctor": "check this machine: versions, devices, backends, space",
 }
 

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from timm.data import resolve_data_config
 from timm.layers import set_layer_config, to_2tuple
-from timm.models import is_model
+from timm.models import is_model, load_model_config_from_hf
 from torch import nn
 
 from hgrn_vision import load_checkpoint
@@ -39,6 +39,7 @@ class LoadedModel:
     class_names: list[str]
     spec: DataSpec
     device: torch.device
+    model_args: dict[str, Any]  # what its constructor was given
 
     def prepare(self, image: Image.Image) -> torch.Tensor:
         """RGB image -> normalised float tensor (C, H, W), as the model saw its validation images."""
@@ -72,17 +73,19 @@ def load_model(
     with set_layer_config(scriptable=scriptable, exportable=exportable):
         if where.startswith(HUB):
             model = _create(where, where, pretrained=True)
+            _, _, model_args = load_model_config_from_hf(where.removeprefix(HUB))
         elif Path(name).is_dir():
-            model = _load_folder(Path(name))
+            model, model_args = _load_folder(Path(name))
         else:
-            model = _load_file(Path(name))
+            model, model_args = _load_file(Path(name))
     _check_finite(model, name)
     class_names = _class_names(model, name)
-    return LoadedModel(name, model.eval().to(target), class_names, _data_spec(model, img_size), target)
+    spec = _data_spec(model, img_size)
+    return LoadedModel(name, model.eval().to(target), class_names, spec, target, dict(model_args or {}))
 
 
-def _load_folder(folder: Path, pretrained: bool = True) -> nn.Module:
-    """The model of a model folder, or of a run."""
+def _load_folder(folder: Path, pretrained: bool = True) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a model folder, or of a run, and its arguments."""
     if (folder / "model").is_dir():
         folder = folder / "model"
     elif (folder / "checkpoints").is_dir():
@@ -93,24 +96,24 @@ def _load_folder(folder: Path, pretrained: bool = True) -> nn.Module:
         # save_for_hf writes the architecture's own input size, whatever the model was constructed for
         size = (model.pretrained_cfg["input_size"][0], *to_2tuple(saved_args["img_size"]))
         model.pretrained_cfg = {**model.pretrained_cfg, "input_size": size}
-    return model
+    return model, saved_args
 
 
-def _load_file(path: Path) -> nn.Module:
+def _load_file(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a run's checkpoint, or of a weights file beside the config.json that describes it."""
     if not path.is_file():
         raise ValueError(f"no model at {path}: expected a run, a model folder, a weights file or {HUB}NAME")
-    if _is_checkpoint(path):
+    if is_checkpoint(path):
         contents = checkpoint.read(path)
         model = rebuild_model(contents)
         model.pretrained_cfg = {**model.pretrained_cfg, "label_names": contents["class_names"]}
-        return model
-    model = _load_folder(path.parent, pretrained=False)
+        return model, contents["config"]["model_args"]
+    model, model_args = _load_folder(path.parent, pretrained=False)
     load_checkpoint(model, path)
-    return model
+    return model, model_args
 
 
-def _is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Whether a file was written by a run, which leaves its state beside the tensors."""
     try:
         with safe_open(path, framework="pt") as file:

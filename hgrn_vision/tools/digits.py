@@ -1,0 +1,42 @@
+"""`hgrn-vision digits`: the packaged handwritten digits as PNG files in class folders."""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+from ..train.config import from_mapping
+from ..train.data import Split, open_splits
+from ..train.recipes import RECIPES
+
+EXAMPLE = "hgrn-vision digits digits/"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the command."""
+    parser.add_argument("folder", help="gets train/0 to train/9 and val/0 to val/9, divided as for `hgrn-vision train`")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the files; all of them or none."""
+    folder = Path(args.folder)
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; choose another name")
+    # the validation part is what the demo run holds out too, so that nothing trained on the digits has seen it
+    train, validation = open_splits(from_mapping(RECIPES["digits"].settings))
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    try:
+        for name, split in (("train", train), ("val", validation)):
+            _write(split, temporary / name)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"{len(train):,} images in {folder / 'train'}, {len(validation):,} in {folder / 'val'}")
+    return 0
+
+
+def _write(split: Split, folder: Path) -> None:
+    for index, (row, label) in enumerate(zip(split.rows, split.labels, strict=True)):
+        path = folder / split.class_names[label] / f"{row:04d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        split.load(index).convert("L").save(path)

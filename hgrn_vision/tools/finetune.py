@@ -1,0 +1,160 @@
+"""`hgrn-vision finetune`: from a folder of pictures to a classifier, with settings that suit small data."""
+
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..train.config import TrainConfig, from_mapping, read_yaml
+from ..train.data import Split, open_splits
+from ..train.run import Outcome, train
+from ..train.small_data import (
+    MAX_BAD_FRACTION,
+    QUICK_SIDE,
+    fitting_side,
+    model_settings,
+    quick_settings,
+    recipe_settings,
+)
+from .flags import add_setting_flags, given_settings
+from .initial import Initial, read_initial
+from .running import Display, backend_details, exit_code, is_main
+from .survey import Survey, survey
+
+EXAMPLE = "hgrn-vision finetune flowers/ --output runs/flowers --init runs/digits-hgrn_deit_tiny"
+HOLDOUT = 0.2
+LARGEST_SIDE = 224
+PHOTOS = ("data", "dataset", "holdout", "classes", "train_split", "val_split", "eval_images", "max_pixels")
+SHOWN = {
+    "holdout": f"share to validate on where there is no val/ [{HOLDOUT}]",
+    "model": "timm model for new weights [hgrn_deit_tiny]",
+    "img_size": "side to resize to [--init's, or the pictures']",
+    "freeze": "body: train the head alone; N: freeze N layers",
+    "epochs": "passes over the images at most [30 or more]",
+    "patience": "epochs without gain that end the run [10 or 20]",
+    "balance": "draw every class equally often",
+    "batch_size": "images in a step [2 to 64, by their number]",
+    "lr": "peak learning rate [5e-4 with --init, else 1e-3]",
+    "seed": "seed of everything that is drawn [0]",
+    "device": "cpu, cuda, ... [a GPU where there is one]",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that matter for small data; all others of `train` are taken too."""
+    parser.usage = "%(prog)s PHOTOS --output RUN [--init MODEL] [--SETTING VALUE ...]"
+    parser.add_argument("data", metavar="PHOTOS", help="folder of class folders, or of train/ and val/; or .csv")
+    parser.add_argument("--output", metavar="RUN", required=True, help="run folder; a run in it is continued")
+    parser.add_argument("--init", metavar="MODEL", help="begin from a run, checkpoint, model or hf-hub:NAME")
+    parser.add_argument("--quick", action="store_true", help="an answer in about five minutes on a laptop")
+    parser.add_argument("--config", metavar="YAML", help="settings in a file, all of `hgrn-vision train`")
+    parser.add_argument("--allow-change", action="store_true", help="continue a run with other settings")
+    add_setting_flags(parser, leave_out=("data", "recipe", "pretrained"), shown=SHOWN)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fine-tune; 0 when done or stopped on request, 3 when the run diverged."""
+    return exit_code("finetune", lambda: _finetune(args))
+
+
+def _finetune(args: argparse.Namespace) -> int:
+    output, init = Path(args.output), args.init or "new weights"
+    _check_output(output, init)
+    given = {**(read_yaml(args.config) if args.config else {}), **given_settings(args)}
+    given.pop("recipe", None)
+    if Path(args.data).exists():
+        # a folder that happens to be called digits is not the packaged ones
+        given["data"] = os.path.join(os.curdir, args.data)
+    photos = from_mapping({"holdout": HOLDOUT, **{name: given[name] for name in PHOTOS if name in given}})
+    splits = open_splits(photos)
+    if not splits[0].indexed:
+        raise ValueError(f"{photos.dataset} can only be read in turn; use hgrn-vision train --pretrained for it")
+    found = survey(args.data, *splits, show_progress=is_main() and sys.stderr.isatty())
+    _check_readable(found, given.get("max_bad_fraction", MAX_BAD_FRACTION))
+    initial = read_initial(args.init, given.get("model")) if args.init else None
+    config = resolve(given, found, initial, args.quick)
+    if is_main():
+        print("\n".join([*found.lines(), _beginning(initial, found, config)]), flush=True)
+    details = {"init": init, "images": next(found.lines()), **backend_details(config)}
+    weights = initial.weights if initial else None
+    command = shlex.join(["hgrn-vision", *sys.argv[1:]])
+    with contextlib.closing(Display()) as display:
+        outcome = train(config, output, command, args.allow_change, display, details, weights)
+    if is_main():
+        _show_outcome(outcome, config, splits[1])
+    return 0
+
+
+def _check_output(output: Path, init: str) -> None:
+    """Refuse a folder that holds anything but a run, and a run that began elsewhere."""
+    if output.is_dir() and any(output.iterdir()) and not (output / "checkpoints").is_dir():
+        raise ValueError(f"{output} is not empty and holds no run; give another --output")
+    if (output / "config.yaml").is_file():
+        about = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8")).get("about") or {}
+        if about.get("init") != init:
+            raise ValueError(f"the run in {output} began from {about.get('init')}, not {init}; give another --output")
+
+
+def _check_readable(found: Survey, limit: float) -> None:
+    if len(found.bad) > limit * found.looked_at:
+        first = found.bad[0]
+        raise ValueError(
+            f"{len(found.bad)} of {found.looked_at} images of {found.where} are unreadable, more than "
+            f"--max-bad-fraction {limit:g}; the first is {first.name}: {first.reason}"
+        )
+
+
+def resolve(given: dict[str, Any], found: Survey, initial: Initial | None, quick: bool) -> TrainConfig:
+    """The settings: those that suit the data, then the initial model's, then the given ones."""
+    images, classes = len(found.train), len(found.train.class_names)
+    largest = QUICK_SIDE if quick else LARGEST_SIDE
+    side = given.get("img_size") or min(found.side, largest)
+    if initial:
+        model = initial.settings
+        side = given.get("img_size") or min(model.get("img_size", LARGEST_SIDE), largest)
+    else:
+        model = {} if "model" in given else model_settings(side)
+    side = fitting_side({**model, **given}, side, exact="img_size" in given)
+    suited = recipe_settings(images, side, bool(initial), given.get("batch_size"), given.get("epochs"))
+    settings = {"holdout": HOLDOUT, **suited, **model, **given, "img_size": side, "recipe": "finetune"}
+    if quick:
+        settings = {**quick_settings(settings, images, classes), **given, "img_size": side}
+    return from_mapping(settings)
+
+
+def _beginning(initial: Initial | None, found: Survey, config: TrainConfig) -> str:
+    """Where the weights come from, and what to expect of that."""
+    if initial:
+        frozen = {"": "all of it learns", "body": "only the head learns"}
+        learns = frozen.get(config.freeze, f"its first {config.freeze} layers stay as they are")
+        return f"Starting from {initial.title} with a new head; {learns}. Images are seen at {config.img_size} pixels."
+    return (
+        "Starting from scratch, without --init: the model learns to see from these images alone. Expect that to take "
+        "hundreds of images of each class and many epochs; with fewer, a trained model to begin from is worth more "
+        f"than any setting. Images are seen at {config.img_size} pixels."
+    )
+
+
+def _show_outcome(outcome: Outcome, config: TrainConfig, validation: Split) -> None:
+    if outcome.status == "stopped":
+        print(f"stopped at step {outcome.progress.updates} ({outcome.signal}); the same command continues")
+        return
+    progress = outcome.progress
+    best = progress.best or progress.history[-1]
+    early = f", ended after {progress.epoch} epochs without waiting for {config.epochs}"
+    print(
+        f"{outcome.status}: top-1 {best['val_top1']:.2f}, top-5 {best['val_top5']:.2f} on {len(validation):,} "
+        f"validation images (epoch {best['epoch']}){early if progress.epoch < config.epochs else ''}"
+    )
+    run = shlex.quote(str(outcome.output))
+    print(f"report:   {outcome.report}")
+    picture = validation.source.read(validation.rows[0])
+    example = shlex.quote(os.path.normpath(picture)) if isinstance(picture, str) else "PICTURE"
+    print(f"predict:  hgrn-vision predict {run} {example}")
+    if outcome.status == "finished before":
+        print(f"again:    rm -r {run} first, or give another --output")

@@ -1,0 +1,153 @@
+"""What a folder of pictures holds: classes, sizes, unreadable files, pictures that are on both sides of the split."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from ..train.data import Split
+from ..train.images import BadImage
+from ..train.sources import EXTENSIONS, MORE_EXTENSIONS
+from .output import printable
+
+LOOKED_AT = 5000  # pictures; of more, as many are drawn
+NAMED = 3  # examples that are printed
+THUMBNAIL = 16  # side of the grey pictures that are compared
+ALIKE = 2.0  # grey levels that two of them may differ by, root mean square: what another JPEG quality changes
+
+
+class Look(NamedTuple):
+    """One picture that was opened; size and thumbnail are None where it could not be read."""
+
+    split: Split
+    index: int
+    size: tuple[int, int] | None
+    thumbnail: np.ndarray | None
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return self.split.image_name(self.index)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found."""
+
+    where: str
+    train: Split
+    validation: Split
+    sizes: np.ndarray  # (n, 2) width and height of the readable pictures looked at
+    looked_at: int
+    bad: list[Look]
+    twins: list[tuple[str, str]]  # names of a training and a validation picture that look alike
+    empty: list[str] = field(default_factory=list)  # class folders without a picture
+    ignored: list[str] = field(default_factory=list)  # files that are no pictures by their name
+
+    @property
+    def side(self) -> int:
+        """The usual shorter side."""
+        return int(np.median(self.sizes.min(axis=1)))
+
+    def lines(self) -> Iterator[str]:
+        """One line that says it all, then one for each thing to look after."""
+        train, validation = len(self.train), len(self.validation)
+        classes = len(self.train.class_names)
+        looked = "" if self.looked_at == train + validation else f" of {self.looked_at:,} looked at"
+        yield (
+            f"Found {train + validation:,} images of {classes:,} classes in {self.where}: {train:,} for training "
+            f"({self._per_class()} a class), {validation:,} for validation, {self._sizes()}, "
+            f"{len(self.bad) or 'none'}{looked} unreadable, "
+            f"{len(self.twins) or 'no'} suspected duplicate{'s' * (len(self.twins) != 1)} across the split."
+        )
+        yield from _examples("unreadable", [f"{look.name}: {look.reason}" for look in self.bad])
+        yield from _examples("in training and validation", [f"{one} and {other}" for one, other in self.twins])
+        yield from _examples("folder without images, no class", self.empty)
+        yield from _examples("left out, not named like an image", self.ignored)
+        unseen = np.setdiff1d(np.arange(classes), self.validation.labels)
+        yield from _examples("class without validation images", [self.train.class_names[label] for label in unseen])
+
+    def _per_class(self) -> str:
+        counts = np.bincount(self.train.labels, minlength=len(self.train.class_names))
+        low, high = int(counts.min()), int(counts.max())
+        return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+    def _sizes(self) -> str:
+        order = np.argsort(self.sizes.prod(axis=1), kind="stable")
+        small, middle, large = ("x".join(map(str, self.sizes[order[i]])) for i in (0, len(order) // 2, -1))
+        return f"{small} pixels" if small == large else f"{small} to {large} pixels, mostly about {middle}"
+
+
+def _examples(what: str, items: list[str]) -> Iterator[str]:
+    for item in items[:NAMED]:
+        yield f"  {what}: {printable(item)}"
+    if len(items) > NAMED:
+        yield f"  {what}: {len(items) - NAMED:,} more"
+
+
+def survey(where: str, train: Split, validation: Split, show_progress: bool = False) -> Survey:
+    """Open the pictures of both splits, or 5,000 of them, and tell what they are like."""
+    everything = [(split, index) for split in (train, validation) for index in range(len(split))]
+    if len(everything) > LOOKED_AT:
+        drawn = np.sort(np.random.RandomState(0).permutation(len(everything))[:LOOKED_AT])
+        everything = [everything[i] for i in drawn]
+    with ThreadPoolExecutor() as threads:
+        looks = list(
+            tqdm(
+                threads.map(_look, *zip(*everything, strict=True)),
+                total=len(everything),
+                desc="looking at the images",
+                disable=not show_progress,
+                leave=False,
+            )
+        )
+    good = [look for look in looks if look.size]
+    bad = [look for look in looks if not look.size]
+    if not good:
+        raise ValueError(f"none of the {len(looks)} images of {where} can be read: {bad[0].name}: {bad[0].reason}")
+    empty, ignored = _walk(train) if Path(where).is_dir() else ([], [])
+    sizes = np.array([look.size for look in good])
+    return Survey(where, train, validation, sizes, len(looks), bad, _twins(good, train), empty, ignored)
+
+
+def _look(split: Split, index: int) -> Look:
+    try:
+        image = split.load(index)
+    except BadImage as error:
+        return Look(split, index, None, None, str(error))
+    thumbnail = np.asarray(image.convert("L").resize((THUMBNAIL, THUMBNAIL)), dtype=np.float32).flatten()
+    return Look(split, index, image.size, thumbnail, "")
+
+
+def _twins(looks: list[Look], train: Split) -> list[tuple[str, str]]:
+    """Training pictures that look like validation pictures, one for each of the latter."""
+    ours = [look for look in looks if look.split is train]
+    theirs = [look for look in looks if look.split is not train]
+    if not ours or not theirs:
+        return []
+    # whole numbers up to 255: these sums of 256 products are exact in float32
+    x, y = (torch.from_numpy(np.stack([look.thumbnail for look in side])) for side in (ours, theirs))
+    distances = x.square().sum(1)[:, None] + y.square().sum(1) - 2 * x @ y.T  # (ours, theirs)
+    nearest, found = distances.min(0)
+    alike = nearest <= x.shape[1] * ALIKE**2
+    return [(ours[found[i]].name, theirs[i].name) for i in alike.nonzero().flatten().tolist()]
+
+
+def _walk(train: Split) -> tuple[list[str], list[str]]:
+    """Folders beside the classes without a picture, and files that are not named like one."""
+    root = getattr(train.source, "root", None)
+    if root is None:
+        return [], []
+    classes = set(train.class_names)
+    empty = [entry.name for entry in os.scandir(root) if entry.is_dir() and entry.name not in classes]
+    ignored = []
+    for folder, _, files in os.walk(root):
+        others = (name for name in files if not name.lower().endswith(EXTENSIONS + MORE_EXTENSIONS))
+        ignored += [os.path.relpath(os.path.join(folder, name), root) for name in others]
+    return sorted(name for name in empty if not name.startswith(".")), sorted(ignored)

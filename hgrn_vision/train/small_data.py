@@ -1,0 +1,92 @@
+"""Settings for a few thousand images or fewer, as a function of how many there are and how large."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from .build import build_model
+from .config import even_divisor, from_mapping
+
+# patches that leave 16 to 256 tokens of an image up to that side
+PATCHES = {16: 2, 64: 4, 128: 8}
+MAX_BAD_FRACTION = 0.25  # one broken file of a few hundred is no reason to stop
+QUICK_SIDE = 112
+QUICK_EPOCHS = 3
+QUICK_IMAGES = 256
+# two laptop cores train at about 50 GFLOP/s; four minutes of that leave one for reading and evaluating
+QUICK_FLOPS = 240 * 50e9
+
+
+def model_settings(side: int) -> dict[str, Any]:
+    """The tiny model for new weights, with patches that suit images of `side` pixels."""
+    patch = next((patch for largest, patch in PATCHES.items() if side <= largest), None)
+    return {"model": "hgrn_deit_tiny", "model_args": {"patch_size": patch} if patch else {}}
+
+
+def fitting_side(settings: dict[str, Any], side: int, exact: bool) -> int:
+    """`side`, or the next smaller one that the model's patches fill; a ValueError where it has to be exact."""
+    patch_embed = getattr(_outline(settings), "patch_embed", None)
+    patch = getattr(patch_embed, "patch_size", (1, 1))[0]
+    fitting = max(patch, side // patch * patch)
+    if exact and fitting != side:
+        raise ValueError(f"--img-size {side} is no multiple of the model's patch: {fitting} or {fitting + patch} is")
+    return fitting
+
+
+def _outline(settings: dict[str, Any], classes: int = 2) -> nn.Module:
+    """The model without its weights."""
+    names = ("model", "model_args", "img_size")
+    with torch.device("meta"):
+        return build_model(from_mapping({name: settings[name] for name in names if name in settings}), classes)
+
+
+def recipe_settings(
+    images: int, side: int, trained: bool, batch: int | None = None, epochs: int | None = None
+) -> dict[str, Any]:
+    """All but the model: for `images` training images, seen at `side` pixels, from trained weights or new ones."""
+    batch = batch or 2 ** min(6, int(math.log2(max(images // 4, 2))))
+    steps = max(1, images // batch)
+    # few images make short epochs: enough of them for the weights to get somewhere
+    epochs = epochs or min(200, max(30 if trained else 60, math.ceil((300 if trained else 600) / steps)))
+    return {
+        "epochs": epochs,
+        "patience": 10 if trained else 20,
+        "batch_size": batch,
+        "micro_batch": even_divisor(batch, 64),
+        "lr": 5e-4 if trained else 1e-3,
+        "layer_decay": 0.75 if trained else None,
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.05,
+        "warmup_epochs": min(1.0 if trained else 3.0, epochs / 5),
+        "repeats": 1,
+        "max_bad_fraction": MAX_BAD_FRACTION,
+        **_augmentation(side),
+    }
+
+
+def _augmentation(side: int) -> dict[str, Any]:
+    """What a picture of `side` pixels can bear: glyphs must not be mirrored, photographs may be."""
+    nothing = {"auto_augment": "", "color_jitter": 0.0, "hflip": 0.0, "mixup": 0.0, "cutmix": 0.0, "reprob": 0.0}
+    if side < 32:
+        return {**nothing, "scale": (0.8, 1.0), "crop_pct": 1.0, "workers": 0}
+    if side < 96:
+        return {**nothing, "scale": (0.5, 1.0), "color_jitter": 0.2, "hflip": 0.5, "crop_pct": 1.0, "workers": 2}
+    lively = {"auto_augment": "rand-m7-mstd0.5-inc1", "hflip": 0.5, "reprob": 0.1, "mixup": 0.2, "cutmix": 0.0}
+    return {**lively, "scale": (0.35, 1.0), "drop_path": 0.1, "workers": 2}
+
+
+def quick_settings(settings: dict[str, Any], images: int, classes: int) -> dict[str, Any]:
+    """`settings` cut to what two laptop cores do in about five minutes."""
+    config, model = from_mapping(settings), _outline(settings, classes)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    tokens = getattr(getattr(model, "patch_embed", None), "num_patches", None) or 256
+    # two operations a weight and token forward, four backward
+    affordable = max(QUICK_EPOCHS, int(QUICK_FLOPS / (6 * parameters * tokens * config.batch_size)))
+    steps = max(1, images // config.batch_size)
+    epochs = min(config.epochs, affordable // steps)
+    cut = {"eval_images": QUICK_IMAGES}
+    if epochs < QUICK_EPOCHS:
+        cut["epoch_steps"], epochs = min(steps, affordable // QUICK_EPOCHS), QUICK_EPOCHS
+    return {**settings, **cut, "epochs": epochs, "warmup_epochs": min(config.warmup_epochs, epochs / 5)}
