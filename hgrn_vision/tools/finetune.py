@@ -12,7 +12,8 @@ import yaml
 
 from ..train.config import TrainConfig, from_mapping, read_yaml
 from ..train.data import Split, open_splits
-from ..train.run import Outcome, train
+from ..train.observer import Outcome
+from ..train.run import train
 from ..train.small_data import (
     MAX_BAD_FRACTION,
     QUICK_SIDE,
