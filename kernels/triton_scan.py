@@ -9,197 +9,40 @@ memory. Sums over tokens (bias, lower bound, theta) leave as one partial sum a p
 A complex number is a pair (re, im) of blocks. Names: `i_` index, `o_` offset, `p_` pointer, `b_` block of channels.
 """
 
-import inspect
-
 import torch
 import triton
 import triton.language as tl
 
+from .triton_blocks import (
+    accumulate,
+    add,
+    advance,
+    cross,
+    dot,
+    load_dh,
+    load_forget,
+    load_input,
+    load_pair,
+    load_rows,
+    load_token,
+    locate,
+    pick,
+    put,
+    repeat,
+    rotate,
+    scale,
+    sigmoid_pair,
+    store_rows,
+    where_inside,
+    zero,
+)
+
 CT = 16  # tokens a chunk
-GT = {"forward": 4, "backward": 2}  # tokens of a chunk held in registers at once
-BATCH = {"aggregate": 4, "carry": 8}  # tokens, chunks whose loads are under way at once
+GT = dict(forward=4, backward=2)  # tokens of a chunk held in registers at once
+BATCH = dict(aggregate=4, carry=8)  # tokens, chunks whose loads are under way at once
 BD = 64  # channels a program
 # loads are batched by hand, so no software pipeline; fused multiply-add is named because its default changes
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
-# the reciprocal is one instruction where this triton can ask for it, a division of the full range elsewhere
-APPROX = tl.constexpr("approx" in inspect.signature(tl.fdiv).parameters)
-
-
-@triton.jit
-def rotate(z, b_cos, b_sin):
-    """z (cos + i sin)."""
-    return b_cos * z[0] - b_sin * z[1], b_cos * z[1] + b_sin * z[0]
-
-
-@triton.jit
-def add(z, w):
-    return z[0] + w[0], z[1] + w[1]
-
-
-@triton.jit
-def scale(b_a, z):
-    return b_a * z[0], b_a * z[1]
-
-
-@triton.jit
-def dot(z, w):
-    """Re(conj(z) w)."""
-    return z[0] * w[0] + z[1] * w[1]
-
-
-@triton.jit
-def cross(z, w):
-    """Im(conj(z) w)."""
-    return z[0] * w[1] - z[1] * w[0]
-
-
-@triton.jit
-def zero(BD: tl.constexpr):
-    return tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
-
-
-@triton.jit
-def repeat(value, COUNT: tl.constexpr):
-    values = ()
-    for _i in tl.static_range(COUNT):
-        values += (value,)
-    return values
-
-
-@triton.jit
-def select(condition, value, other):
-    """value where the condition holds, else other; both tuples of blocks."""
-    chosen = ()
-    for i in tl.static_range(len(value)):
-        chosen += (tl.where(condition, value[i], other[i]),)
-    return chosen
-
-
-@triton.jit
-def pick(values, i):
-    """values[i] for an i known only at run time; registers have no addresses."""
-    chosen = values[0]
-    for j in tl.static_range(1, len(values)):
-        chosen = select(i == j, values[j], chosen)
-    return chosen
-
-
-@triton.jit
-def put(values, i, value):
-    """The values with values[i] replaced, for an i known only at run time."""
-    changed = ()
-    for j in tl.static_range(len(values)):
-        changed += (select(i == j, value, values[j]),)
-    return changed
-
-
-@triton.jit
-def accumulate(sums, terms):
-    total = ()
-    for i in tl.static_range(len(sums)):
-        total += (sums[i] + terms[i],)
-    return total
-
-
-@triton.jit
-def sigmoid(b_x):
-    """sigmoid(x) and 1 - sigmoid(x), neither by cancellation; NaN stays NaN."""
-    # base 2 and the clamp keep both exponential and reciprocal to one instruction, with nothing lost above 2^-115
-    b_x *= -1.4426950408889634
-    b_e = tl.exp2(tl.where(b_x > 115.0, 115.0, b_x))
-    b_s = tl.fdiv(1.0, 1.0 + b_e, approx=True) if APPROX else 1.0 / (1.0 + b_e)
-    return b_s, b_e * b_s
-
-
-@triton.jit
-def sigmoid_pair(x):
-    s_re, n_re = sigmoid(x[0])
-    s_im, n_im = sigmoid(x[1])
-    return (s_re, s_im), (n_re, n_im)
-
-
-@triton.jit
-def silu_pair(x):
-    """SiLU of both parts, and its slope."""
-    s, n = sigmoid_pair(x)
-    c = (x[0] * s[0], x[1] * s[1])
-    return c, (s[0] + c[0] * n[0], s[1] + c[1] * n[1])
-
-
-@triton.jit
-def locate(T, D: tl.constexpr, CT: tl.constexpr, BD: tl.constexpr):
-    """The program's chunk (counted over the batch), its first token, the tokens from there to the end, its channels."""
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    i_c = tl.program_id(0) // BLOCKS
-    o_d = tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
-    CHUNKS = (T + CT - 1) // CT
-    i_t = i_c % CHUNKS * CT
-    return i_c.to(tl.int64), (i_c // CHUNKS).to(tl.int64) * T + i_t, T - i_t, o_d
-
-
-@triton.jit
-def where_inside(o_d, t, left, D: tl.constexpr):
-    """Mask of the channels below D of a token that is not past the end."""
-    return o_d < tl.where(t < left, D, 0)
-
-
-@triton.jit
-def load_rows(p, ROWS: tl.constexpr, D: tl.constexpr, mask):
-    rows = ()
-    for i in tl.static_range(ROWS):
-        rows += (tl.load(p + i * D, mask=mask, other=0.0),)
-    return rows
-
-
-@triton.jit
-def store_rows(p, rows, D: tl.constexpr, mask):
-    for i in tl.static_range(len(rows)):
-        tl.store(p + i * D, rows[i].to(p.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def load_field(p_x, b_bias, FIELD: tl.constexpr, D: tl.constexpr, mask, other=0.0):
-    b_x = tl.load(p_x + FIELD * D, mask=mask, other=other).to(tl.float32)
-    if b_bias is not None:
-        b_x += b_bias[FIELD]
-    return b_x
-
-
-@triton.jit
-def load_pair(p_x, b_bias, FIELD: tl.constexpr, D: tl.constexpr, mask):
-    return load_field(p_x, b_bias, FIELD, D, mask), load_field(p_x, b_bias, FIELD + 1, D, mask)
-
-
-@triton.jit
-def load_forget(p_x, b_bias, D: tl.constexpr, mask):
-    """mu and 1 - mu; a token past the end forgets nothing and lets nothing in."""
-    return sigmoid(load_field(p_x, b_bias, 2, D, mask, float("inf")))
-
-
-@triton.jit
-def load_input(p_x, b_bias, b_bound, D: tl.constexpr, mask):
-    """The decay lambda and what enters the state, (1 - lambda) c."""
-    b_mu, b_nu = load_forget(p_x, b_bias, D, mask)
-    c = silu_pair(load_pair(p_x, b_bias, 0, D, mask))[0]
-    return b_bound + (1.0 - b_bound) * b_mu, scale((1.0 - b_bound) * b_nu, c)
-
-
-@triton.jit
-def load_dh(p_x, p_dout, b_bias, D: tl.constexpr, FIELDS: tl.constexpr, mask):
-    """The gradient of the two states' sum, and that times 1 - g (itself without an output gate)."""
-    dh = load_pair(p_dout, None, 0, D, mask)
-    closed = dh
-    if FIELDS == 5:
-        g, n = sigmoid_pair(load_pair(p_x, b_bias, 3, D, mask))
-        dh = (dh[0] * g[0], dh[1] * g[1])
-        closed = (dh[0] * n[0], dh[1] * n[1])
-    return dh, closed
-
-
-@triton.jit
-def advance(h, b_decay, u, b_cos, b_sin):
-    """lambda e^(i theta) h + u."""
-    return add(scale(b_decay, rotate(h, b_cos, b_sin)), u)
+OPTIONS = dict(num_stages=1, enable_fp_fusion=True)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -226,7 +69,7 @@ def forward_aggregate_kernel(
     h = zero(BD)
     r = zero(BD)
     b_product = tl.full([BD], 1.0, tl.float32)
-    weight = (b_product, tl.zeros([BD], tl.float32))
+    weight = (b_product, tl.full([BD], 0.0, tl.float32))
     for i in range(0, tl.minimum(left, CT), BATCH):
         p_x = x + (i_t + i) * (FIELDS * D) + o_d
         for t in tl.static_range(BATCH):
@@ -373,7 +216,7 @@ def backward_aggregate_kernel(
     turn = load_rows(rotation + o_d, 4 * K, D, mask)
     p = zero(BD)
     q = zero(BD)
-    weight = (tl.full([BD], 1.0, tl.float32), tl.zeros([BD], tl.float32))
+    weight = (tl.full([BD], 1.0, tl.float32), tl.full([BD], 0.0, tl.float32))
     for i in range(0, tl.minimum(left, CT), BATCH):
         p_x = x + (i_t + i) * (FIELDS * D) + o_d
         p_dout = dout + (i_t + i) * (2 * D) + o_d
@@ -387,15 +230,6 @@ def backward_aggregate_kernel(
             if K == 2:
                 q = scale(b_decay, rotate(add(q, dh), turn[4], -turn[5]))
     store_rows(adjoints + i_c * (2 * K) * D + o_d, p + q if K == 2 else p, D, mask)
-
-
-@triton.jit
-def load_token(p_x, p_dout, b_bias, D: tl.constexpr, FIELDS: tl.constexpr, mask):
-    """All that backward needs of a token: (mu, 1 - mu), c and its slope, the states' gradient and that times 1 - g."""
-    forget = load_forget(p_x, b_bias, D, mask)
-    c, slope = silu_pair(load_pair(p_x, b_bias, 0, D, mask))
-    dh, closed = load_dh(p_x, p_dout, b_bias, D, FIELDS, mask)
-    return forget, c, slope, dh, closed
 
 
 @triton.jit
@@ -478,7 +312,7 @@ def backward_apply_kernel(
         starts = put(starts, i, h + q)
 
     SUMS: tl.constexpr = 1 + K if bias is None else 1 + K + FIELDS
-    total = repeat(tl.zeros([BD], tl.float32), SUMS)
+    total = repeat(tl.full([BD], 0.0, tl.float32), SUMS)
     for i in range(groups - 1, -1, -1):
         start = pick(starts, i)
         h = (start[0], start[1])
@@ -506,7 +340,7 @@ def backward_apply_kernel(
 
 def states_shape(B: int, T: int, D: int, K: int) -> tuple[int, int, int, int]:
     """Shape of what forward saves for backward: the states entering each chunk and the product of its decays."""
-    return B, triton.cdiv(T, CT), 2 * K + 1, D
+    return B, (T + CT - 1) // CT, 2 * K + 1, D
 
 
 def token_and_chunk_rotation(theta: torch.Tensor) -> torch.Tensor:
@@ -553,11 +387,11 @@ def forward(
     states = x.new_empty(states_shape(B, T, D, K), dtype=torch.float32)
     out = x.new_empty(B, T, 2 * D)
     if B > 0:
-        shape = {"T": T, "D": D, "K": K, "CT": CT, "BD": BD}
-        x_shape = {"FIELDS": width // D, **shape}
+        shape = dict(T=T, D=D, K=K, CT=CT, BD=BD)
+        x_shape = dict(FIELDS=width // D, **shape)
         inputs = (x, lower_bound, rotation, bias, states)
         launch(forward_aggregate_kernel, B * chunks * blocks, 2, *inputs, BATCH=BATCH["aggregate"], **x_shape)
-        ends = {"ROWS": 2 * K + 1, "ADJOINT": False, "BATCH": BATCH["carry"]}
+        ends = dict(ROWS=2 * K + 1, ADJOINT=False, BATCH=BATCH["carry"])
         launch(carry_kernel, B * K * blocks, 1, states, states, rotation, **ends, **shape)
         launch(forward_apply_kernel, B * chunks * blocks, 2, *inputs, out, GT=GT["forward"], **x_shape)
     return out, states
@@ -587,13 +421,13 @@ def backward(
     sums = states.new_empty(B * chunks, sum(rows), D)
     dx = torch.empty_like(x)
     if B > 0:
-        shape = {"T": T, "D": D, "K": K, "CT": CT, "BD": BD}
-        x_shape = {"FIELDS": width // D, **shape}
+        shape = dict(T=T, D=D, K=K, CT=CT, BD=BD)
+        x_shape = dict(FIELDS=width // D, **shape)
         inputs = (dout, x, lower_bound, rotation, bias)
         launch(
             backward_aggregate_kernel, B * chunks * blocks, 2, *inputs, adjoints, BATCH=BATCH["aggregate"], **x_shape
         )
-        ends = {"ROWS": 2 * K, "ADJOINT": True, "BATCH": BATCH["carry"]}
+        ends = dict(ROWS=2 * K, ADJOINT=True, BATCH=BATCH["carry"])
         launch(carry_kernel, B * K * blocks, 1, states, adjoints, rotation, **ends, **shape)
         inputs += (states, adjoints, dx, sums)
         launch(backward_apply_kernel, B * chunks * blocks, 1, *inputs, GT=GT["backward"], **x_shape)

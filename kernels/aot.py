@@ -1,0 +1,369 @@
+"""Compiles every Triton kernel for every target without a GPU, and reports what the compiled code will cost.
+
+    python -m hgrn_vision.kernels.aot --target sm_80 gfx942 --dtype bf16
+
+Exit code 1 where a kernel needs more registers than its target's bar, spills, uses a stack or an atomic operation.
+Registers, spills, stack, shared memory and atomics are read from the compiled code. Loads, stores and bytes are counted
+in the compiled Triton IR, each times the trip count of its loop for a full chunk. Times are a model, not a measurement.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import product
+
+import torch
+from tqdm import tqdm
+
+TARGETS = {  # name: backend, architecture, threads a warp
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+    "gfx90a": ("hip", "gfx90a", 64),
+}
+REGISTERS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 176, "gfx90a": 176}  # at most, a thread
+COMPILE_SECONDS = 30
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+IR_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+# the shapes of HGRN-Tiny and HGRN-Small, 16 x 16 tokens
+B, T, WIDTHS = 128, 256, {"tiny": 192, "small": 384}
+# peak bytes and bf16 operations a second, from NVIDIA's data sheets (SXM, 80 GB)
+GPUS = {"A100": (2.04e12, 312e12), "H100": (3.35e12, 989e12)}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel, as the launchers of triton_scan make it."""
+
+    kernel: str
+    programs: int
+    channels_a_thread: int
+    tensors: tuple[torch.dtype | None, ...]
+    constants: tuple[tuple[str, int], ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0]
+
+
+@dataclass
+class Report:
+    """What a kernel compiled for a target costs; counts are a token and channel, seconds None where it was cached."""
+
+    target: str
+    kernel: str
+    dtype: str
+    gate: bool | None
+    directions: int
+    registers: int
+    spills: int
+    stack: int
+    shared: int
+    atomics: int
+    seconds: float | None
+    loads: float
+    stores: float
+    bytes: float
+    failures: list[str] = field(default_factory=list)
+
+
+def record_launches(dtype: torch.dtype, fields: int, directions: int, D: int = WIDTHS["tiny"]) -> list[Launch]:
+    """The launches of a forward and a backward with a bias, recorded on tensors without memory."""
+    from . import triton_scan
+
+    launches = []
+
+    def record(kernel, programs, channels_a_thread, *tensors, **constants):
+        dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+        constants = tuple((name, value) for name, value in constants.items() if name != "T")
+        launches.append(Launch(kernel.__name__, programs, channels_a_thread, dtypes, constants))
+
+    run, triton_scan.launch = triton_scan.launch, record
+    try:
+        x = torch.empty(B, T, fields * D, dtype=dtype, device="meta")
+        dout = torch.empty(B, T, 2 * D, dtype=dtype, device="meta")
+        parameters = [torch.empty(shape, device="meta") for shape in ((D,), (directions, D), (fields * D,))]
+        _, states = triton_scan.forward(x, *parameters)
+        triton_scan.backward(dout, x, *parameters, states)
+    finally:
+        triton_scan.launch = run
+    return launches
+
+
+def compile_launch(launch: Launch, target: str) -> Report:
+    """Compile as a launch on 16-byte aligned tensors below 2 GB would, and read the resources of the result."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from . import triton_scan
+
+    kernel = getattr(triton_scan, launch.kernel)
+    constants = dict(launch.constants)
+    backend, _, lanes = TARGETS[target]
+    signature, constexprs, attributes = {}, {}, {}
+    known = [["tt.divisibility", 16]] + ([["tt.pointer_range", 32]] if backend == "hip" else [])
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], constexprs[(i,)] = "constexpr", constants[name]
+        elif name == "T":
+            signature[name] = "i32"
+        else:
+            signature[name], attributes[(i,)] = IR_TYPES[launch.tensors[i]], known
+    hit = []
+    triton.knobs.compilation.listener = lambda cache_hit, **_: hit.append(cache_hit)
+    options = {"num_warps": triton_scan.warps(lanes, launch.channels_a_thread), **triton_scan.OPTIONS}
+    start = time.perf_counter()
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs, attributes), target=GPUTarget(*TARGETS[target]), options=options
+    )
+    seconds = None if all(hit) else time.perf_counter() - start
+    resources = read_cubin(compiled.asm) if backend == "cuda" else read_amdgcn(compiled.asm["amdgcn"])
+    element_size = {
+        name: dtype.itemsize for name, dtype in zip(kernel.arg_names, launch.tensors, strict=False) if dtype is not None
+    }
+    return Report(
+        target=target,
+        kernel=launch.kernel.removesuffix("_kernel") + ("_adjoint" if constants.get("ADJOINT") else ""),
+        dtype=next(name for name, dtype in DTYPES.items() if dtype == launch.dtype),
+        gate={5: True, 3: False}.get(constants.get("FIELDS")),
+        directions=constants["K"],
+        seconds=seconds,
+        shared=compiled.metadata.shared,
+        **resources,
+        **traffic(compiled.asm["ttir"], launch, element_size),
+    )
+
+
+def read_cubin(asm: dict) -> dict[str, int]:
+    """Registers, spilled values, stack bytes and atomic operations of NVIDIA code."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+
+        def read(tool, *flags):
+            return subprocess.run([tool.path, *flags, file.name], capture_output=True, text=True, check=True).stdout
+
+        usage = read(knobs.nvidia.cuobjdump, "--dump-resource-usage")
+        instructions = read(knobs.nvidia.nvdisasm)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return {
+        "registers": int(registers),
+        "stack": int(stack),
+        # nothing in the kernels has an address, so what is stored to local memory was spilled
+        "spills": len(re.findall(r"\bSTL\b", instructions)),
+        "atomics": len(re.findall(r"\b(?:atom|red)\.", asm["ptx"])),
+    }
+
+
+def read_amdgcn(code: str) -> dict[str, int]:
+    """Registers, spilled values, stack bytes and atomic operations of AMD code."""
+
+    def note(name):
+        return int(re.search(rf"\.{name}:\s+(\d+)", code)[1])
+
+    return {
+        "registers": note("vgpr_count"),
+        "stack": note("private_segment_fixed_size"),
+        "spills": note("vgpr_spill_count") + note("sgpr_spill_count"),
+        "atomics": len(re.findall(r"\b(?:global|flat|buffer|ds)_atomic", code)),
+    }
+
+
+def memory_operations(ir: str) -> Iterator[tuple[str, str, int]]:
+    """The loads and stores of a kernel in Triton IR: operation, the kernel's argument it reaches, loop (0: none)."""
+    root: dict[str, str] = {}
+    loop, loops = 0, 0
+    for line in ir.splitlines():
+        if "scf.for" in line:
+            loops += 1
+            loop = loops
+        elif "scf.yield" in line:
+            loop = 0
+        elif step := re.match(r"\s*(%\S+) = tt\.(?:addptr|splat) (%[^\s,]+)", line):
+            root[step[1]] = root.get(step[2], step[2])
+        elif access := re.search(r"\btt\.(load|store) (%[^\s,]+)", line):
+            yield access[1], root[access[2]].removeprefix("%"), loop
+
+
+def traffic(ir: str, launch: Launch, element_size: dict[str, int]) -> dict[str, float]:
+    """Loads and stores of a launch a token and channel, and the bytes of them that memory must serve.
+
+    The parameters, which all programs share, and the first sweep of an apply kernel, which reads what the second reads
+    again at once, are served by caches and count as loads but not as bytes.
+    """
+    constants = dict(launch.constants)
+    operations = list(memory_operations(ir))
+    last = max(loop for _, _, loop in operations)
+    if launch.kernel == "carry_kernel":
+        rounds = T // constants["CT"] // constants["BATCH"]
+    else:
+        rounds = constants["CT"] // (constants["GT"] if "GT" in constants else constants["BATCH"])
+    count: Counter = Counter()
+    for operation, argument, loop in operations:
+        times = {0: 1, last: rounds}.get(loop, rounds - 1)
+        blocks = times * launch.programs * constants["BD"] / (B * T * constants["D"])
+        count[operation] += blocks
+        if argument not in ("lower_bound", "rotation", "bias") and loop in (0, last):
+            count["bytes"] += blocks * element_size[argument]
+    return {"loads": count["load"], "stores": count["store"], "bytes": count["bytes"]}
+
+
+def judge(report: Report) -> None:
+    """Note the bars that a kernel fails."""
+    if report.registers > REGISTERS[report.target]:
+        report.failures.append(f"{report.registers} registers, at most {REGISTERS[report.target]}")
+    for name in ("spills", "stack", "atomics"):
+        if getattr(report, name):
+            report.failures.append(f"{name} {getattr(report, name)}, none allowed")
+
+
+def scan_bytes(reports: Sequence[Report]) -> list[dict]:
+    """Bytes a token and channel of a whole forward and backward, beside the least that any scan must move."""
+    from . import triton_scan
+
+    reports = [report for report in reports if report.target == reports[0].target]
+    rows = []
+    for apply in (report for report in reports if report.kernel.endswith("_apply")):
+        step = apply.kernel.removesuffix("_apply")
+        carry = "carry" if step == "forward" else "carry_adjoint"
+        fields = 5 if apply.gate else 3
+        total = sum(
+            report.bytes
+            for report in reports
+            if (report.directions, report.kernel) == (apply.directions, carry)
+            or (report.kernel.startswith(step) and _variant(report) == _variant(apply))
+        )
+        least = fields + 2
+        if step == "backward":
+            # torch adds up the partial sums
+            total += (1 + apply.directions + fields) * torch.float32.itemsize / triton_scan.CT
+            least += fields
+        least *= DTYPES[apply.dtype].itemsize
+        rows.append(
+            dict(step=step, dtype=apply.dtype, gate=apply.gate, directions=apply.directions, bytes=total, least=least)
+        )
+    return rows
+
+
+def _variant(report: Report) -> tuple:
+    return report.dtype, report.gate, report.directions
+
+
+def product_seconds(rows: int, inner: int, columns: int, bandwidth: float, operations: float) -> float:
+    """A matrix product in bf16 at the peak of what limits it."""
+    moved = 2 * (rows * inner + inner * columns + rows * columns)
+    return max(moved / bandwidth, 2 * rows * inner * columns / operations)
+
+
+def roofline(rows: Sequence[dict]) -> list[dict]:
+    """Predicted microseconds of the mixer's scan and of its two products, bf16, gated, both directions."""
+    moved = {row["step"]: row for row in rows if (row["dtype"], row["gate"], row["directions"]) == ("bf16", True, 2)}
+    predictions = []
+    for (gpu, peak), (size, D), step in product(GPUS.items(), WIDTHS.items(), moved):
+        products = 0.0
+        for inner, columns in ((D, 5 * D), (2 * D, D)):
+            if step == "forward":
+                products += product_seconds(B * T, inner, columns, *peak)
+            else:
+                products += product_seconds(B * T, columns, inner, *peak) + product_seconds(
+                    inner, B * T, columns, *peak
+                )
+        scan, least = (1e6 * moved[step][name] * B * T * D / peak[0] for name in ("bytes", "least"))
+        predictions.append(dict(gpu=gpu, size=size, step=step, scan=scan, least=least, products=1e6 * products))
+    return predictions
+
+
+def compile_all(targets: Sequence[str], dtypes: Sequence[str]) -> list[Report]:
+    """A report for every distinct kernel of every variant, compiled by two processes."""
+    variants = [record_launches(DTYPES[dtype], *variant) for dtype, *variant in product(dtypes, (5, 3), (2, 1))]
+    launches = list(dict.fromkeys(launch for variant in variants for launch in variant))
+    jobs = [(launch, target) for target in targets for launch in launches]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(compile_launch, *job) for job in jobs]
+        reports = [future.result() for future in tqdm(futures, "compiling", unit="kernel", disable=None)]
+    for report in reports:
+        judge(report)
+    return reports
+
+
+def print_table(rows: Sequence[dict]) -> None:
+    """Rows of equal keys as aligned columns."""
+
+    def text(value):
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    lines = [list(rows[0]), *([text(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(value.rjust(width) for value, width in zip(line, widths, strict=True)))
+
+
+def print_reports(reports: Sequence[Report], moved: Sequence[dict], predictions: Sequence[dict]) -> None:
+    print(f"Compiled kernels, D={WIDTHS['tiny']}; loads, stores and bytes a token and channel, from the Triton IR")
+    print_table([{k: v for k, v in asdict(report).items() if k != "failures"} for report in reports])
+    print("\nBytes a token and channel, all kernels of a step, and the least any scan must move")
+    print_table(moved)
+    if predictions:
+        print(f"\nMODEL, not measured: microseconds at peak bandwidth or throughput, bf16, batch {B}, {T} tokens")
+        print("(scan: bytes as above; least: the same at the least bytes; products: both projections of the mixer)")
+        print_table(predictions)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="aot", description=__doc__.splitlines()[0])
+    parser.add_argument("--target", nargs="+", default=list(TARGETS), metavar="NAME", help=", ".join(TARGETS))
+    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], metavar="NAME", help=", ".join(DTYPES))
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    args = parser.parse_args(argv)
+    for flag, known in (("target", TARGETS), ("dtype", DTYPES)):
+        unknown = [name for name in getattr(args, flag) if name not in known]
+        if unknown:
+            raise ValueError(f"--{flag} {unknown[0]!r} is unknown, choose from {', '.join(known)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 all bars hold, 1 a bar fails, 2 wrong arguments or no triton."""
+    # the interpreter would take the compiler's place
+    os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        args = parse(argv)
+        reports = compile_all(args.target, args.dtype)
+    except (ValueError, ImportError) as error:
+        print(f"aot: {error}", file=sys.stderr)
+        return 2
+    moved = scan_bytes(reports)
+    predictions = roofline(moved)
+    if args.json:
+        print(json.dumps({"kernels": [asdict(report) for report in reports], "scan": moved, "model": predictions}))
+    else:
+        print_reports(reports, moved, predictions)
+    for report in reports:
+        name = f"{report.target} {report.kernel} {report.dtype} gate={report.gate} directions={report.directions}"
+        for failure in report.failures:
+            print(f"FAILED {name}: {failure}", file=sys.stderr)
+        if report.seconds and report.seconds > COMPILE_SECONDS:
+            print(
+                f"warning: {name} took {report.seconds:.0f} s to compile, more than {COMPILE_SECONDS}", file=sys.stderr
+            )
+    return 1 if any(report.failures for report in reports) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

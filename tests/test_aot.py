@@ -1,0 +1,127 @@
+"""The Triton kernels compiled for GPUs that are not there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed here")
+ROOT = Path(__file__).resolve().parent.parent
+AOT = [sys.executable, "-m", "hgrn_vision.kernels.aot"]
+
+
+def run(command, **environment):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("triton"))
+
+
+@pytest.fixture(scope="module")
+def report(cache):
+    """Compiled from nothing, and although the interpreter was asked for."""
+    command = [*AOT, "--target", "sm_80", "gfx942", "--dtype", "bf16", "--json"]
+    result = run(command, TRITON_CACHE_DIR=cache, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(result.stdout)
+
+
+def test_kernels_hold_the_bars(report):
+    kernels = report["kernels"]
+    # aggregate and apply of both steps with and without gate, carry and its adjoint, in one and two directions
+    assert len(kernels) == 2 * (4 * 2 * 2 + 2 * 2)
+    assert {kernel["target"] for kernel in kernels} == {"sm_80", "gfx942"}
+    for kernel in kernels:
+        assert kernel["registers"] <= (128 if kernel["target"] == "sm_80" else 176), kernel
+        assert kernel["registers"] > 16 and kernel["seconds"] > 0
+        assert kernel["spills"] == kernel["stack"] == kernel["shared"] == kernel["atomics"] == 0, kernel
+
+
+def test_traffic_is_what_the_design_says(report):
+    by_name = {
+        (kernel["kernel"], kernel["target"]): kernel
+        for kernel in report["kernels"]
+        if kernel["directions"] == 2 and kernel["gate"] in (True, None)
+    }
+    for target in ("sm_80", "gfx942"):
+        # reads c and f, bias and parameters once a chunk of 16; writes two states and the product of decays
+        aggregate = by_name["forward_aggregate", target]
+        assert aggregate["loads"] == 3 + (3 + 1 + 4) / 16 and aggregate["stores"] == 5 / 16
+        assert aggregate["bytes"] == 3 * 2 + 5 * 4 / 16
+        # writes dx, and a sum for each of its five fields, the lower bound and two angles
+        apply = by_name["backward_apply", target]
+        assert apply["stores"] == 5 + 8 / 16
+        assert apply["bytes"] == 7 * 2 + 5 * 2 + (4 + 4 + 8) * 4 / 16
+    for row in report["scan"]:
+        assert row["least"] < row["bytes"] < 2.1 * row["least"], row
+
+
+def test_model_covers_both_sizes_and_gpus(report):
+    rows = {(row["gpu"], row["size"], row["step"]): row for row in report["model"]}
+    assert len(rows) == 8
+    # 14 bytes for each of 128 x 256 x 192 at 2.04 TB/s
+    assert rows["A100", "tiny", "forward"]["least"] == pytest.approx(43.2, abs=0.1)
+    for row in rows.values():
+        assert 0 < row["least"] < row["scan"] and row["products"] > 0
+
+
+def test_a_broken_bar_fails(report, cache):
+    code = (
+        "import sys; from hgrn_vision.kernels import aot; aot.REGISTERS['sm_80'] = 100; aot.COMPILE_SECONDS = 0; "
+        "sys.exit(aot.main(['--target', 'sm_80', '--dtype', 'bf16']))"
+    )
+    result = run([sys.executable, "-c", code], TRITON_CACHE_DIR=cache)
+    assert result.returncode == 1
+    failed = [line for line in result.stderr.splitlines() if line.startswith("FAILED")]
+    over = [kernel for kernel in report["kernels"] if kernel["target"] == "sm_80" and kernel["registers"] > 100]
+    assert len(failed) == len(over) > 0
+    assert "sm_80 backward_apply bf16 gate=True directions=2" in result.stderr and "at most 100" in failed[0]
+    assert "backward_apply" in result.stdout and "MODEL, not measured" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["spills", "stack", "atomics"])
+def test_every_bar_is_judged(name):
+    from hgrn_vision.kernels import aot
+
+    counts = dict(registers=64, spills=0, stack=0, shared=0, atomics=0, seconds=1.0, loads=1.0, stores=1.0, bytes=2.0)
+    good = aot.Report("sm_80", "carry", "fp32", None, 2, **counts)
+    bad = aot.Report("sm_80", "carry", "fp32", None, 2, **counts | {name: 4})
+    for report in (good, bad):
+        aot.judge(report)
+    assert good.failures == [] and bad.failures == [f"{name} 4, none allowed"]
+
+
+def test_spills_stack_and_atomics_are_seen():
+    from hgrn_vision.kernels import aot
+
+    code = """
+    global_atomic_add_f32 v0, v1, s[0:1]
+    .private_segment_fixed_size: 124
+    .sgpr_spill_count: 1
+    .vgpr_count:     168
+    .vgpr_spill_count: 30
+"""
+    assert aot.read_amdgcn(code) == {"registers": 168, "stack": 124, "spills": 31, "atomics": 1}
+
+
+@pytest.mark.parametrize(
+    "arguments, says", [(["--target", "sm_12"], "'sm_12' is unknown"), (["--dtype", "fp64"], "'fp64' is unknown")]
+)
+def test_unknown_names(arguments, says, capsys):
+    from hgrn_vision.kernels import aot
+
+    assert aot.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error and len(error.splitlines()) == 1
+
+
+def test_without_triton():
+    code = "import sys; sys.modules['triton'] = None; from hgrn_vision.kernels import aot; sys.exit(aot.main([]))"
+    result = run([sys.executable, "-c", code])
+    assert result.returncode == 2 and "triton" in result.stderr and len(result.stderr.splitlines()) == 1

@@ -1,0 +1,170 @@
+"""Cases of the Triton kernels; test_triton_scan.py runs them in a process where triton interprets, or on a GPU."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from hgrn_vision.kernels import reference, triton_scan
+from hgrn_vision.scan import _scan, hgru_scan
+
+CT = triton_scan.CT
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+NAMES = ("out", "dx", "dbias", "dlower_bound", "dtheta")
+# half a unit in the last place; the interpreter cuts float32 to bf16 instead of rounding it
+ROUNDING = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8}
+
+if INTERPRETED:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    # a launch patches triton's language; that every call inside a kernel does so again takes nine tenths of the time
+    InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+
+
+def make_inputs(B, T, D, K=2, fields=5, bias=True, scale=1.0, gamma=None, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(T * 1000 + D)
+    x = (scale * torch.randn(B, T, fields * D, generator=generator)).to(dtype)
+    lower_bound = torch.rand(D, generator=generator) if gamma is None else torch.full((D,), gamma)
+    theta = 3 * torch.rand(K, D, generator=generator)
+    bias = torch.randn(fields * D, generator=generator) if bias else None
+    dout = torch.randn(B, T, 2 * D, generator=generator).to(dtype)
+    return [None if t is None else t.to(DEVICE) for t in (x, bias, lower_bound, theta, dout)]
+
+
+def by_kernel(x, bias, lower_bound, theta, dout):
+    out, states = triton_scan.forward(x, lower_bound, theta, bias)
+    assert states.shape == triton_scan.states_shape(*x.shape[:2], *theta.shape[::-1]) and states.dtype == torch.float32
+    grads = triton_scan.backward(dout, x, lower_bound, theta, bias, states)
+    assert out.dtype == grads[0].dtype == x.dtype and all(grad.dtype == torch.float32 for grad in grads[1:])
+    return dict(zip(NAMES, (out, *grads), strict=True))
+
+
+def by_reference(x, bias, lower_bound, theta, dout):
+    leaves = [None if t is None else t.double().requires_grad_() for t in (x, bias, lower_bound, theta)]
+    out = reference.hgru_scan(leaves[0], leaves[2], leaves[3], leaves[1])
+    grads = iter(torch.autograd.grad(out, [t for t in leaves if t is not None], dout.double()))
+    grads = [dout.new_empty(0) if t is None else next(grads) for t in leaves]
+    return dict(zip(NAMES, [out.detach(), *grads], strict=True))
+
+
+def check(*inputs):
+    """No further off than 2e-6 of the largest magnitude or than the reference is in float32, beside rounding."""
+    got, want = by_kernel(*inputs), by_reference(*inputs)
+    with mock.patch.object(torch.Tensor, "double", torch.Tensor.float):
+        single = by_reference(*inputs)
+    for name in NAMES:
+        assert got[name].shape == want[name].shape, name
+        if want[name].numel():
+            allowed = max(2e-6 * want[name].abs().max(), (single[name] - want[name]).abs().max())
+            error = (got[name].double() - want[name]).abs() - ROUNDING[got[name].dtype] * want[name].abs()
+            assert error.max() <= allowed, name
+
+
+@pytest.mark.parametrize(
+    "T, K, fields", [(1, 2, 5), (CT - 1, 1, 5), (CT, 2, 3), (CT + 1, 1, 3), (CT + 1, 2, 5), (37, 1, 5), (37, 2, 3)]
+)
+def test_matches_reference(T, K, fields):
+    check(*make_inputs(2 if T <= CT + 1 else 1, T, 3, K, fields, bias=(T + K) % 2 == 1))
+
+
+def test_one_channel():
+    check(*make_inputs(1, CT + 1, 1))
+
+
+def test_width_no_multiple_of_the_block():
+    check(*make_inputs(1, CT + 1, triton_scan.BD + 6))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1 - 1e-4])
+def test_lower_bounds_at_the_ends(gamma):
+    check(*make_inputs(1, 37, 5, gamma=gamma))
+
+
+def test_large_inputs():
+    check(*make_inputs(1, 37, 5, scale=30))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    check(*make_inputs(1, CT + 3, 5, dtype=dtype))
+
+
+def test_more_chunks_than_a_batch_of_the_carry():
+    check(*make_inputs(1, 196, 5))
+
+
+def test_long():
+    check(*make_inputs(1, 1000, 2, fields=3, gamma=1 - 1e-4))
+
+
+def test_any_strides():
+    x, bias, lower_bound, theta, dout = make_inputs(2, CT + 1, 3)
+    want = by_kernel(x, bias, lower_bound, theta, torch.full_like(dout, 0.5))
+    x, bias, lower_bound = (torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0] for t in (x, bias, lower_bound))
+    assert not x.is_contiguous()
+    got = by_kernel(x, bias, lower_bound, theta.t().contiguous().t(), dout.new_tensor(0.5).expand_as(dout))
+    for name in NAMES:
+        assert torch.equal(got[name], want[name]), name
+
+
+def test_empty_batch():
+    for bias in (True, False):
+        inputs = make_inputs(0, 7, 6, bias=bias)
+        result = by_kernel(*inputs)
+        assert result["out"].shape == (0, 7, 12) and result["dx"].shape == inputs[0].shape
+        assert result["dbias"].shape == (30 if bias else 0,) and result["dtheta"].shape == (2, 6)
+        assert all(not result[name].any() for name in NAMES)
+
+
+@pytest.mark.parametrize("K, fields", [(2, 5), (1, 3)])
+def test_stays_within_its_buffers(monkeypatch, K, fields):
+    """Every tensor of every launch between NaNs: none may be read, none written over, repeats give the same bits."""
+    inputs = make_inputs(1, CT + 1, 3, K, fields)
+    want = by_kernel(*inputs)
+    launch = triton_scan.launch
+    launches = []
+
+    def guarded_launch(kernel, programs, channels_a_thread, *tensors, **constants):
+        memory = {}
+        for tensor in tensors:
+            if tensor is not None and id(tensor) not in memory:
+                memory[id(tensor)] = tensor.new_full((tensor.numel() + 4096,), torch.nan)
+                memory[id(tensor)][2048:-2048] = tensor.flatten()
+        guarded = [None if t is None else memory[id(t)][2048:-2048].view(t.shape) for t in tensors]
+        launch(kernel, programs, channels_a_thread, *guarded, **constants)
+        for tensor, copy in zip(tensors, guarded, strict=True):
+            if tensor is not None:
+                tensor.copy_(copy)
+                assert memory[id(tensor)][:2048].isnan().all() and memory[id(tensor)][-2048:].isnan().all()
+        launches.append(kernel)
+
+    monkeypatch.setattr(triton_scan, "launch", guarded_launch)
+    got = by_kernel(*inputs)
+    assert len(launches) == 6
+    for name in NAMES:
+        assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize("field", [1, 2])
+def test_nan_is_not_hidden(field):
+    x, bias, lower_bound, theta, dout = make_inputs(1, CT + 2, 3, K=1, fields=3)
+    x[0, 4, field * 3] = torch.nan
+    result = by_kernel(x, bias, lower_bound, theta, dout)
+    # a causal scan hands it on to later tokens of its channel, and only to them
+    bad = result["out"][0].isnan()
+    assert bad[4:, 3].all() and not bad[:4].any() and not bad[:, [1, 2, 4, 5]].any()
+    assert result["dx"][0, 4, field * 3].isnan() and result["dbias"][field * 3].isnan()
+
+
+def test_operation():
+    """As the operation that models call: by autograd, and with what a compiler sees of it."""
+    x, bias, lower_bound, theta, dout = make_inputs(1, 3, 2)
+    leaves = [t.requires_grad_() for t in (x, lower_bound, theta, bias)]
+    out = hgru_scan(*leaves, backend="triton")
+    want = by_reference(*(t.detach() for t in (x, bias, lower_bound, theta, dout)))
+    grads = torch.autograd.grad(out, [x, bias, lower_bound, theta], dout)
+    for name, value in zip(NAMES, (out, *grads), strict=True):
+        torch.testing.assert_close(value.double(), want[name], rtol=2e-6, atol=2e-6, msg=name)
+    torch.library.opcheck(_scan, (*leaves, "triton"))
