@@ -26,7 +26,7 @@ class Process:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 240) -> int:
         """Exit code, minus the signal's number for a process that one ended; it is killed when time is up."""
         return self.launcher.ask({"wait": self.pid, "seconds": seconds})
 

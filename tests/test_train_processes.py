@@ -50,7 +50,7 @@ def assert_same_weights(got: dict, want: dict) -> None:
             assert torch.equal(got[part][name], tensor), f"{part} {name} differs"
 
 
-def wait_for(condition, process, seconds: float = 60) -> None:
+def wait_for(condition, process, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds} seconds: {process.output}"
@@ -146,9 +146,12 @@ def test_torchrun_restarts_a_killed_worker(launch):
     with open(log, "w") as stream:
         agent = subprocess.Popen([str(part) for part in command], stdout=stream, stderr=stream, env=environment)
     agent.output = ""
-    wait_for(lambda: (output / "log.csv").exists() and len(rows(output)) >= 2, agent)
-    os.kill(worker_pid(agent.pid, rank=1), signal.SIGKILL)
-    assert agent.wait(timeout=90) == 0, log.read_text()
+    try:
+        wait_for(lambda: (output / "log.csv").exists() and len(rows(output)) >= 2, agent)
+        os.kill(worker_pid(agent.pid, rank=1), signal.SIGKILL)
+        assert agent.wait(timeout=240) == 0, log.read_text()
+    finally:
+        agent.terminate()
     assert "continuing after step" in log.read_text()
     assert column(output, "step") == [5 * epoch for epoch in range(1, 13)]
 

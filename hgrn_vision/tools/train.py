@@ -131,6 +131,7 @@ def _show_outcome(outcome: Outcome, config: TrainConfig) -> None:
     print(f"{outcome.status}: top-1 {best['val_top1']:.2f}, top-5 {best['val_top5']:.2f} (epoch {best['epoch']})")
     print(f"report:        {outcome.report}")
     print(f"evaluate:      {_program()} --eval {outcome.output}")
+    print(f"predict:       python -m hgrn_vision predict {outcome.output} PICTURE...")
     print(f"use in Python: timm.create_model('local-dir:{outcome.output / 'model'}', pretrained=True)")
     if outcome.status == "finished before":
         print(f"start again:   rm -r {outcome.output} first, or give another --output")

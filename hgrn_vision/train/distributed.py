@@ -137,12 +137,16 @@ def start(config: TrainConfig) -> World:
     local_rank, rank, size = world_info_from_env()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
     timeout = timedelta(minutes=config.timeout_minutes)
+    options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+        options = {"backend": "nccl", "device_id": device}
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    # torchrun keeps one store over its restarts: under the same names the new ranks would call the old, dead ones
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {attempt} of {size}", store)
+    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout, **options)
     return World(rank, size, device, timeout, dist.new_group(backend="gloo", timeout=timeout))
 
 

@@ -57,7 +57,8 @@ def train(
         run = Run(config, Path(output), world, stop, observer if observer and world.main else Observer(), about)
         run.open(allow_change, weights)
         try:
-            outcome = run.go()
+            with world.watched("the run"):
+                outcome = run.go()
         finally:
             run.close()
     world.close()
