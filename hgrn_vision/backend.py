@@ -55,6 +55,7 @@ def _check_name(name: str, where: str) -> None:
         raise ValueError(f"{where}: backend must be one of {', '.join(BACKENDS)}, got {name!r}")
 
 
+@lru_cache
 def kernels(backend: str):
     """The module of a backend's kernels, imported on first use."""
     return importlib.import_module(f"hgrn_vision.kernels.{backend}_scan")

@@ -1,6 +1,7 @@
 """hgru_scan: the one operation that carries the recurrence."""
 
 import torch
+import torch.nn.functional as F
 from timm.layers import register_notrace_function
 
 from .backend import kernels, needs_dispatcher, resolve
@@ -14,6 +15,7 @@ def hgru_scan(
     theta: torch.Tensor,
     bias: torch.Tensor | None = None,
     backend: str | None = None,
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
     """Gates, recurrence in one or both directions and output gate of an HGRU layer, in one operation.
 
@@ -23,19 +25,28 @@ def hgru_scan(
         theta: rotation a step, (K, D), same dtype: K = 2 for both directions, K = 1 for first to last.
         bias: of the projection that made x, added here; same dtype as lower_bound.
         backend: 'triton', 'cpu', 'torch', or 'auto'; by default what `set_backend` chose.
+        norm: weight (2D,), bias (2D,) and epsilon of a LayerNorm of the result.
 
     Returns:
         The gated states (B, T, 2D) = [Re | Im] in the dtype of x.
     """
     if torch.jit.is_scripting():
-        return torch_scan.hgru_scan(x, lower_bound, theta, bias)
+        return _normalize(torch_scan.hgru_scan(x, lower_bound, theta, bias), norm)
     _check(x, lower_bound, theta, bias)
+    if norm is not None:
+        _check_norm(x, 2 * lower_bound.shape[0], norm)
     backend = resolve(x, backend)
     if backend == "torch":
-        return torch_scan.hgru_scan(x, lower_bound, theta, bias)
-    if needs_dispatcher(x, lower_bound, theta, bias):
-        return _scan(x, lower_bound, theta, bias, backend)[0]
-    return kernels(backend).forward(x, lower_bound, theta, bias)[0]
+        return _normalize(torch_scan.hgru_scan(x, lower_bound, theta, bias), norm)
+    if needs_dispatcher(x, lower_bound, theta, bias, *(norm or ())[:2]):
+        return _normalize(_scan(x, lower_bound, theta, bias, backend)[0], norm)
+    if norm is not None and backend == "cpu" and not torch.is_autocast_enabled("cpu"):
+        return kernels(backend).forward(x, lower_bound, theta, bias, norm)[0]
+    return _normalize(kernels(backend).forward(x, lower_bound, theta, bias)[0], norm)
+
+
+def _normalize(out: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor, float] | None) -> torch.Tensor:
+    return out if norm is None else F.layer_norm(out, out.shape[-1:], norm[0], norm[1], norm[2])
 
 
 def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -60,6 +71,13 @@ def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias
             raise ValueError(f"hgru_scan: {name} must be {state_dtype} when x is {x.dtype}, got {tensor.dtype}")
         if tensor.device != x.device:
             raise ValueError(f"hgru_scan: {name} is on {tensor.device}, x on {x.device}; move them to one device")
+
+
+def _check_norm(x: torch.Tensor, width: int, norm: tuple[torch.Tensor, torch.Tensor, float]) -> None:
+    for name, tensor in zip(("weight", "bias"), norm[:2], strict=True):
+        if tensor.shape != (width,) or tensor.device != x.device:
+            got = f"{tuple(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"hgru_scan: the norm's {name} must be ({width},) on {x.device}, got {got}")
 
 
 @torch.library.custom_op("hgrn_vision::hgru_scan", mutates_args=())

@@ -13,6 +13,8 @@
  *
  * Units do not depend on the number of threads, and sums are taken in the order of tokens, chunks and batch rows: the
  * results are the same to the last bit for any number of threads. */
+#include <math.h>
+
 #include "cpu_math.h"
 
 /* the rows of D channels that make up a token of x */
@@ -64,6 +66,19 @@ static inline void read_state(state *restrict h, const real *restrict from, int6
 static inline void write_state(real *restrict to, const state *restrict h, int64_t D) {
     memcpy(to, h->re, sizeof h->re);
     memcpy(to + D, h->im, sizeof h->im);
+}
+
+/* turns (K, [high, low], [Re, Im], D) of BLOCK channels, from theta (K, D) */
+static void make_turns(real *turns, const real *theta, int64_t d, shape s) {
+    for (int64_t k = 0; k < s.K; k++)
+        for (int64_t j = d; j < d + BLOCK; j++) {
+            const double exact[2] = {cos(theta[k * s.D + j]), sin(theta[k * s.D + j])};
+            for (int part = 0; part < 2; part++) {
+                const real high = (real)exact[part];
+                turns[(4 * k + part) * s.D + j] = high;
+                turns[(4 * k + 2 + part) * s.D + j] = (real)(exact[part] - high);
+            }
+        }
 }
 
 static channels gather_channels(const real *lower_bound, const real *turns, const real *bias, int64_t d, shape s) {
@@ -167,17 +182,55 @@ static void forward_unit(const elem *restrict x, const channels *restrict c, rea
     }
 }
 
-/* x (B, T, rows, D), lower_bound (D), turns (K, [high, low], [Re, Im], D), bias (rows, D),
- * states (B, chunks, 2K, D), out (B, T, 2, D); D is a multiple of BLOCK */
-void scan_forward(const elem *x, const real *lower_bound, const real *turns, const real *bias, real *states,
-                  elem *out, int64_t B, int64_t T, int64_t D, int64_t rows, int64_t K, int64_t threads) {
+static inline real sum_of(real *lanes) {
+    for (int n = BLOCK / 2; n > 0; n /= 2)
+        for (int j = 0; j < n; j++) lanes[j] += lanes[j + n];
+    return lanes[0];
+}
+
+/* LayerNorm of one token in place; width is a multiple of BLOCK */
+static void normalize(elem *restrict out, const real *restrict weight, const real *restrict shift, real eps,
+                      int64_t width) {
+    real sums[BLOCK] = {0}, squares[BLOCK] = {0};
+    for (int64_t i = 0; i < width; i += BLOCK)
+        for (int j = 0; j < BLOCK; j++) sums[j] += load(out[i + j]);
+    const real mean = sum_of(sums) / (real)width;
+    for (int64_t i = 0; i < width; i += BLOCK)
+        for (int j = 0; j < BLOCK; j++) {
+            real difference = load(out[i + j]) - mean;
+            squares[j] += difference * difference;
+        }
+    const real scale = (real)(1 / sqrt((double)(sum_of(squares) / (real)width + eps)));
+    for (int64_t i = 0; i < width; i++) out[i] = store((load(out[i]) - mean) * scale * weight[i] + shift[i]);
+}
+
+/* x (B, T, rows, D), lower_bound (D), theta (K, D), bias (rows, D), states (B, chunks, 2K, D), out (B, T, 2, D);
+ * weight and shift (2, D) are those of a LayerNorm of out, or null for none; turns (K, 2, 2, D) is room to work in;
+ * D is a multiple of BLOCK */
+void scan_forward(const elem *x, const real *lower_bound, const real *theta, const real *bias, const real *weight,
+                  const real *shift, real *turns, real *states, elem *out, double eps, int64_t B, int64_t T, int64_t D,
+                  int64_t rows, int64_t K, int64_t threads) {
     const shape s = {T, D, (T + CHUNK - 1) / CHUNK, rows, K};
-    const int64_t blocks = D / BLOCK;
-    #pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t unit = 0; unit < B * blocks; unit++) {
-        const int64_t b = unit / blocks, d = unit % blocks * BLOCK;
-        const channels c = gather_channels(lower_bound, turns, bias, d, s);
-        forward_unit(x + b * T * rows * D + d, &c, states + b * s.chunks * 2 * K * D + d, out + b * T * 2 * D + d, s);
+    /* a thread that does all channels of a batch row normalizes them while they are in its core's cache */
+    const int whole = weight && (B % threads == 0 || B >= 4 * threads);
+    const int64_t span = whole ? D : BLOCK;
+    #pragma omp parallel num_threads(threads)
+    {
+        #pragma omp for
+        for (int64_t d = 0; d < D; d += BLOCK) make_turns(turns, theta, d, s);
+        #pragma omp for schedule(dynamic)
+        for (int64_t first = 0; first < B * D; first += span) {
+            const int64_t b = first / D;
+            elem *out_b = out + b * T * 2 * D;
+            for (int64_t d = first % D; d < first % D + span; d += BLOCK) {
+                const channels c = gather_channels(lower_bound, turns, bias, d, s);
+                forward_unit(x + b * T * rows * D + d, &c, states + b * s.chunks * 2 * K * D + d, out_b + d, s);
+            }
+            for (int64_t t = 0; whole && t < T; t++) normalize(out_b + t * 2 * D, weight, shift, (real)eps, 2 * D);
+        }
+        #pragma omp for
+        for (int64_t t = 0; t < (weight && !whole ? B * T : 0); t++)
+            normalize(out + t * 2 * D, weight, shift, (real)eps, 2 * D);
     }
 }
 
@@ -358,13 +411,14 @@ static void backward_unit(const elem *restrict dout, const elem *restrict x, con
     for (int j = 0; j < SUMS; j++) memcpy(total + j * s.D, unit_sums[j], sizeof unit_sums[j]);
 }
 
-/* dout (B, T, 2, D), dx like x, total (SUMS, D); adjoints (B, chunks, 2, D) and partial (B, SUMS, D) are room to
- * work in */
-void scan_backward(const elem *dout, const elem *x, const real *lower_bound, const real *turns, const real *bias,
-                   const real *states, real *adjoints, double *partial, elem *dx, real *total, int64_t B, int64_t T,
-                   int64_t D, int64_t rows, int64_t K, int64_t threads) {
+/* dout (B, T, 2, D), dx like x, total (SUMS, D); turns, adjoints (B, chunks, 2, D) and partial (B, SUMS, D) are room
+ * to work in */
+void scan_backward(const elem *dout, const elem *x, const real *lower_bound, const real *theta, const real *bias,
+                   const real *states, real *turns, real *adjoints, double *partial, elem *dx, real *total, int64_t B,
+                   int64_t T, int64_t D, int64_t rows, int64_t K, int64_t threads) {
     const shape s = {T, D, (T + CHUNK - 1) / CHUNK, rows, K};
     const int64_t blocks = D / BLOCK;
+    for (int64_t d = 0; d < D; d += BLOCK) make_turns(turns, theta, d, s);
     #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t unit = 0; unit < B * blocks; unit++) {
         const int64_t b = unit / blocks, d = unit % blocks * BLOCK;

@@ -33,6 +33,13 @@ SUMS = 8
 DTYPES = {torch.float32: "HGRN_F32", torch.float64: "HGRN_F64", torch.bfloat16: "HGRN_BF16"}
 SOURCES = ("cpu_scan.c", "cpu_glu.c")
 HEADERS = ("cpu_math.h",)
+# of each function: pointers, reals, then integers, of which the last is the number of threads
+ARGUMENTS = {
+    "scan_forward": (9, 1, 6),
+    "scan_backward": (11, 0, 6),
+    "glu_forward": (3, 0, 3),
+    "glu_backward": (6, 0, 3),
+}
 FLAGS = (
     "-O3",
     "-std=c11",
@@ -63,16 +70,30 @@ def states_shape(B: int, T: int, D: int, K: int) -> tuple[int, int, int, int]:
 
 
 def forward(
-    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    lower_bound: torch.Tensor,
+    theta: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scan of x (B, T, 5D or 3D) as the reference defines it: out (B, T, 2D), and the states backward needs."""
+    """The scan of x (B, T, 5D or 3D) as the reference defines it: out (B, T, 2D), and the states backward needs.
+
+    With the weight, bias and epsilon of a LayerNorm, out is normalized on the way.
+    """
     B, T, width = x.shape
     K, D = theta.shape
     rows = width // D
+    if norm and D % BLOCK:
+        # the zeros that fill up a block must not count
+        out, states = forward(x, lower_bound, theta, bias)
+        return torch.nn.functional.layer_norm(out, (2 * D,), *norm), states
+    weight, shift, eps = norm or (None, None, 0.0)
+    real = lower_bound.dtype
     out = torch.empty(B, T, 2 * _padded(D), dtype=x.dtype)
-    states = torch.empty(states_shape(B, T, D, K), dtype=lower_bound.dtype)
-    inputs = _pad(x, D), *_constants(lower_bound, theta, bias, rows)
-    _call("scan_forward", x, *inputs, states, out, B, T, _padded(D), rows, K)
+    states = torch.empty(states_shape(B, T, D, K), dtype=real)
+    turns = torch.empty(K, 4, _padded(D), dtype=real)
+    inputs = _pad(x, D), *_constants(lower_bound, theta, bias, rows), _plain(weight, real), _plain(shift, real)
+    _call("scan_forward", x, *inputs, turns, states, out, eps, B, T, _padded(D), rows, K)
     return _crop(out, D), states
 
 
@@ -89,11 +110,12 @@ def backward(
     K, D = theta.shape
     rows = width // D
     dx = torch.empty(B, T, rows * _padded(D), dtype=x.dtype)
+    turns = torch.empty(K, 4, _padded(D), dtype=lower_bound.dtype)
     adjoints = torch.empty(B, states.shape[1], 2, _padded(D), dtype=lower_bound.dtype)
     partial = torch.empty(B, SUMS, _padded(D), dtype=torch.float64)
     sums = torch.empty(SUMS, _padded(D), dtype=lower_bound.dtype)
     inputs = _pad(dout, D), _pad(x, D), *_constants(lower_bound, theta, bias, rows), states.contiguous()
-    _call("scan_backward", x, *inputs, adjoints, partial, dx, sums, B, T, _padded(D), rows, K)
+    _call("scan_backward", x, *inputs, turns, adjoints, partial, dx, sums, B, T, _padded(D), rows, K)
     # each its own memory: the results of an operator may not share any
     dbias = sums[:rows, :D].flatten().clone() if bias is not None else torch.empty(0, dtype=sums.dtype)
     return _crop(dx, D), dbias, sums[5, :D].clone(), sums[6 : 6 + K, :D].clone()
@@ -126,8 +148,7 @@ def _call(name: str, like: torch.Tensor, *args: torch.Tensor | int) -> None:
         raise RuntimeError(f"the CPU kernels cannot be used: {library}")
     # below this a second thread costs more than it saves; torch itself draws the line at the same size
     threads = torch.get_num_threads() if like.numel() >= 32768 else 1
-    pointers = (ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_int64(a) for a in args)
-    getattr(library, name)(*pointers, ctypes.c_int64(threads))
+    getattr(library, name)(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args], threads)
 
 
 def _padded(D: int) -> int:
@@ -149,12 +170,12 @@ def _constants(
     lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     D = lower_bound.shape[0]
-    angle = theta.double()
-    turns = torch.stack([angle.cos(), angle.sin()], dim=1)  # (K, 2, D)
-    high = turns.to(theta.dtype)
-    turns = torch.stack([high, (turns - high).to(theta.dtype)], dim=1)  # (K, 2, 2, D)
     bias = lower_bound.new_zeros(rows * D) if bias is None else bias
-    return _pad(lower_bound, D), _pad(turns, D), _pad(bias, D)
+    return _pad(lower_bound, D), _pad(theta, D), _pad(bias, D)
+
+
+def _plain(t: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if t is None else t.to(dtype).contiguous()
 
 
 def _bias(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -184,12 +205,21 @@ def _find_or_build(define: str) -> ctypes.CDLL:
     for path in sorted(folder.glob(f"{key}-*.so")) if folder else ():
         # a truncated library can kill the process that loads it: look before
         if path.stem == f"{key}-{_checksum(path)}":
-            return ctypes.CDLL(str(path))
+            return _load(path)
         path.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="hgrn_vision-") as work:
         library = _build(Path(work), here, define, compiler, runtime)
         # once loaded it stays in memory, also when its file is gone
-        return ctypes.CDLL(str(_keep(library, folder, key)))
+        return _load(_keep(library, folder, key))
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, (pointers, reals, integers) in ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_double] * reals + [ctypes.c_int64] * integers
+        function.restype = None
+    return library
 
 
 def _build(work: Path, here: Path, define: str, compiler: list[str], runtime: str | None) -> Path:
@@ -207,7 +237,7 @@ def _build(work: Path, here: Path, define: str, compiler: list[str], runtime: st
         # OpenMP there is an error here and not when the library is loaded
         openmp = [linked, "-Wl,--no-undefined", "-lc"] if linked else []
         try:
-            for command in [*compiles, [*compiler, "-shared", "-o", str(library), *objects, *openmp]]:
+            for command in [*compiles, [*compiler, "-shared", "-o", str(library), *objects, "-lm", *openmp]]:
                 _run(command)
             return library
         except BuildError as error:

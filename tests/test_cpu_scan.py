@@ -192,6 +192,31 @@ def test_bits_do_not_depend_on_threads(dtype):
 
 
 @pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
+@pytest.mark.parametrize("B", [1, 3, 4, 9])
+@pytest.mark.parametrize("D", [6 * BLOCK, BLOCK + 5])
+def test_norm_on_the_way(dtype, B, D):
+    """Values of a LayerNorm in float64, and the same bits however rows and channels are shared out to threads."""
+    x, bias, lower_bound, theta, _ = (t.float().double() for t in make_inputs(B, 40, D))
+    weight, shift = torch.randn(2, 2 * D).bfloat16().double()
+    want = F.layer_norm(reference.hgru_scan(x, lower_bound, theta, bias), (2 * D,), weight, shift, 1e-5)
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    norm = weight.to(dtype), shift.to(dtype), 1e-5
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(cpu_scan.forward(x.to(dtype), lower_bound.to(real), theta.to(real), bias.to(real), norm)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert results[0].dtype == dtype
+    # in bf16 the states are rounded before the norm and after it
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype]
+    assert error(results[0], want) <= tolerance
+    assert all(torch.equal(result, results[0]) for result in results[1:]) or D % BLOCK
+
+
+@pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (5, 17, 2 * 33), (3, 41, 2 * 128)], ids=str)
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_glu_matches_float64(dtype, shape, with_bias):
