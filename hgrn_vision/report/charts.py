@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,9 @@ def to_svg(figure: Figure, name: str) -> str:
     """A figure as an <svg> element for a page; `name` tells it apart from the others there."""
     buffer = io.StringIO()
     # the salt takes the place of random numbers in the names of elements
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
+        # letters that matplotlib's font lacks stay text, which the reader's browser has fonts for
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")

@@ -30,7 +30,7 @@ from .survey import Survey, survey
 EXAMPLE = "hgrn-vision finetune flowers/ --output runs/flowers --init runs/digits-hgrn_deit_tiny"
 HOLDOUT = 0.2
 LARGEST_SIDE = 224
-PHOTOS = ("data", "dataset", "holdout", "classes", "train_split", "val_split", "eval_images", "max_pixels")
+PHOTOS = ("data", "dataset", "holdout", "classes", "train_split", "val_split", "max_pixels")
 SHOWN = {
     "holdout": f"share to validate on where there is no val/ [{HOLDOUT}]",
     "model": "timm model for new weights [hgrn_deit_tiny]",
@@ -147,10 +147,11 @@ def _show_outcome(outcome: Outcome, config: TrainConfig, validation: Split) -> N
         return
     progress = outcome.progress
     best = progress.best or progress.history[-1]
-    early = f", ended after {progress.epoch} epochs without waiting for {config.epochs}"
+    images = min(len(validation), config.eval_images or len(validation))
+    early = f", ended after {progress.epoch} of {config.epochs} epochs" if progress.epoch < config.epochs else ""
     print(
-        f"{outcome.status}: top-1 {best['val_top1']:.2f}, top-5 {best['val_top5']:.2f} on {len(validation):,} "
-        f"validation images (epoch {best['epoch']}){early if progress.epoch < config.epochs else ''}"
+        f"{outcome.status}: top-1 {best['val_top1']:.2f}, top-5 {best['val_top5']:.2f} on {images:,} validation images "
+        f"(epoch {best['epoch']}){early}"
     )
     run = shlex.quote(str(outcome.output))
     print(f"report:   {outcome.report}")

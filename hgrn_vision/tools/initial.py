@@ -55,7 +55,7 @@ def _is_described(path: Path) -> bool:
 def _read_weights(path: Path, model_name: str | None) -> Initial:
     """A file with nothing beside it that says which model it is of."""
     name = model_name or _released_model(path)
-    model = timm.create_model(name, num_classes=0)
+    model = timm.create_model(name)
     load_checkpoint(model, path, drop_head=True)
     return Initial({"model": name}, model.state_dict(), f"{path} ({name})")
 

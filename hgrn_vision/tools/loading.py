@@ -73,15 +73,19 @@ def load_model(
     with set_layer_config(scriptable=scriptable, exportable=exportable):
         if where.startswith(HUB):
             model = _create(where, where, pretrained=True)
-            _, _, model_args = load_model_config_from_hf(where.removeprefix(HUB))
+            model_args = load_model_config_from_hf(where.removeprefix(HUB))[2] or {}
         elif Path(name).is_dir():
             model, model_args = _load_folder(Path(name))
         else:
             model, model_args = _load_file(Path(name))
+    if "img_size" in model_args:
+        # save_for_hf writes the architecture's own input size, whatever the model was constructed for
+        size = (model.pretrained_cfg["input_size"][0], *to_2tuple(model_args["img_size"]))
+        model.pretrained_cfg = {**model.pretrained_cfg, "input_size": size}
     _check_finite(model, name)
     class_names = _class_names(model, name)
     spec = _data_spec(model, img_size)
-    return LoadedModel(name, model.eval().to(target), class_names, spec, target, dict(model_args or {}))
+    return LoadedModel(name, model.eval().to(target), class_names, spec, target, dict(model_args))
 
 
 def _load_folder(folder: Path, pretrained: bool = True) -> tuple[nn.Module, dict[str, Any]]:
@@ -92,10 +96,6 @@ def _load_folder(folder: Path, pretrained: bool = True) -> tuple[nn.Module, dict
         raise ValueError(f"the run in {folder} has no model yet: it has not finished an epoch")
     saved_args = _check_folder(folder).get("model_args") or {}
     model = _create(f"{FOLDER}{folder}", str(folder), pretrained=pretrained)
-    if "img_size" in saved_args:
-        # save_for_hf writes the architecture's own input size, whatever the model was constructed for
-        size = (model.pretrained_cfg["input_size"][0], *to_2tuple(saved_args["img_size"]))
-        model.pretrained_cfg = {**model.pretrained_cfg, "input_size": size}
     return model, saved_args
 
 

@@ -50,8 +50,11 @@ def _create(name: str, num_classes: int, pretrained: bool, arguments: dict[str, 
         return timm.create_model(name, pretrained=pretrained, num_classes=num_classes, **arguments)
 
 
-def load_body(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Take over all weights but those of the head, which stays new."""
+def load_body(model: nn.Module, weights: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Take over all weights but those of the head, which is new."""
+    # not the head that the model was created with: a run with the same seed may have trained these weights for it
+    torch.default_generator.manual_seed(fold(seed, 2))
+    model.reset_classifier(model.num_classes)
     head = _head(model)
     body = {name: tensor for name, tensor in weights.items() if name not in head}
     own = {name: tensor for name, tensor in model.state_dict().items() if name in head}

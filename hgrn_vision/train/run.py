@@ -96,7 +96,7 @@ class Run:
         pretrained = config.pretrained and not self.resumed
         model = world.everywhere(lambda: build_model(config, len(self.class_names), pretrained))
         if weights and not self.resumed:
-            world.everywhere(lambda: load_body(model, weights))
+            world.everywhere(lambda: load_body(model, weights, config.seed))
         self.spec = data_spec(config, model)
         describe_model(model, self.spec)
         self.engine = world.everywhere(lambda: Engine(config, world, model, self.spec, self.steps))

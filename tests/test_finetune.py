@@ -1,0 +1,352 @@
+"""From pictures to a classifier: what is found, where the weights come from, what is left behind, what is refused."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from saved_models import SMALL, save_model, write_picture
+
+import hgrn_vision  # noqa: F401
+from hgrn_vision.cli import main
+from hgrn_vision.tools.finetune import resolve
+from hgrn_vision.tools.initial import Initial, read_initial
+from hgrn_vision.tools.running import Display
+from hgrn_vision.tools.survey import survey
+from hgrn_vision.train.build import load_body
+from hgrn_vision.train.config import TrainConfig
+from hgrn_vision.train.data import open_splits
+from hgrn_vision.train.small_data import QUICK_FLOPS
+
+CLASSES = ["red apple", "Grünkohl", "青い花"]
+TINY = ["--model", "hgrn_deit_tiny", "--model-args", "patch_size=8", "embed_dim=16", "depth=1", "--img-size", "16"]
+SHORT = ["--epochs", "1", "--batch-size", "4", "--workers", "0", "--device", "cpu"]
+STILL = ["--lr", "0", "--min-lr", "0", "--warmup-lr", "0"]  # nothing learns
+
+
+def write_photos(folder, counts):
+    """Pictures of 16x16 pixels, `counts` of each class."""
+    for label, (name, count) in enumerate(counts.items()):
+        for number in range(count):
+            write_picture(folder / name / f"photo {number}.png", 100 * label + number)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return write_photos(tmp_path_factory.mktemp("photos"), dict.fromkeys(CLASSES, 6))
+
+
+@pytest.fixture(scope="module")
+def finished(photos, tmp_path_factory):
+    """A run of one epoch, started from another folder as its user would."""
+    output = tmp_path_factory.mktemp("finished") / "run"
+    assert main(["finetune", str(photos), "--output", str(output), *TINY, *SHORT]) == 0
+    return output
+
+
+def finetune(photos, output, *flags):
+    return main(["finetune", str(photos), "--output", str(output), *SHORT, *flags])
+
+
+def body(folder):
+    """The weights of a model folder without its head."""
+    weights = load_file(folder / "model.safetensors")
+    return {name: tensor for name, tensor in weights.items() if not name.startswith("head.")}
+
+
+def test_pictures_become_a_run_and_the_command_to_use_it(photos, tmp_path, capsys):
+    assert finetune(photos, tmp_path / "my run", *TINY) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        f"Found 18 images of 3 classes in {photos}: 15 for training (5 a class), 3 for validation, "
+        "16x16 pixels, none unreadable, no suspected duplicates across the split."
+    )
+    assert lines[1].startswith("Starting from scratch, without --init: ")
+    kept = {path.name for path in (tmp_path / "my run").iterdir()}
+    assert {"config.yaml", "log.csv", "checkpoints", "model", "report.html"} <= kept
+    about = yaml.safe_load((tmp_path / "my run" / "config.yaml").read_text())["about"]
+    assert about["init"] == "new weights" and about["images"] == lines[0]
+    predict = next(line for line in lines if line.startswith("predict:")).removeprefix("predict:")
+    assert main(shlex.split(predict)[1:]) == 0
+    assert any(name in capsys.readouterr().out for name in CLASSES)
+
+
+def sources(folder, run):
+    """Everything that --init takes, and the folder of the model that it stands for."""
+    save_model(folder / "plain")
+    return {
+        "run": (str(run), run / "model"),
+        "checkpoint": (str(run / "checkpoints" / "best.safetensors"), run / "model"),
+        "model folder": (str(folder / "plain"), folder / "plain"),
+        "local-dir": (f"local-dir:{folder / 'plain'}", folder / "plain"),
+        "weights file": (str(folder / "plain" / "model.safetensors"), folder / "plain"),
+        "hub": ("hf-hub:someone/flowers", folder / "plain"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "model folder", "local-dir", "weights file", "hub"])
+def test_the_head_is_new_and_the_rest_is_kept(kind, photos, finished, tmp_path, monkeypatch, capsys):
+    where, folder = sources(tmp_path, finished)[kind]
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", lambda repo_id, filename, **_: str(folder / filename))
+    assert finetune(photos, tmp_path / "run", "--init", where, *STILL) == 0
+    kept, first = body(tmp_path / "run" / "model"), body(folder)
+    assert {"lower_bound", "blocks.0.mixer.theta"} <= set(kept) == set(first)
+    for name, tensor in first.items():
+        assert torch.equal(kept[name], tensor), name
+    heads = (load_file(f / "model.safetensors")["head.weight"] for f in (folder, tmp_path / "run" / "model"))
+    assert not torch.equal(*heads)
+    assert f"Starting from {where} (hgrn_deit_tiny, 3 classes at 16 pixels) with a new head" in capsys.readouterr().out
+
+
+def test_a_released_checkpoint_says_which_model_it_is_of(tmp_path):
+    from test_weights import released_state_dict
+
+    state = released_state_dict(depth=12, d=192, classes=5)
+    torch.save({"model": state}, tmp_path / "released.pth")
+    initial = read_initial(str(tmp_path / "released.pth"))
+    assert initial.settings == {"model": "hgrn1d_vit_tiny"}
+    thetas = torch.stack([state[f"layers.3.token_mixer.theta_{way}"].flatten() for way in ("forward", "reverse")])
+    assert torch.equal(initial.weights["blocks.3.mixer.theta"], thetas)
+    model = timm.create_model("hgrn1d_vit_tiny")
+    load_body(model, initial.weights, seed=0)
+    assert torch.equal(model.lower_bound, torch.roll(state["lower_bounds"], 1, 0))
+
+
+def test_a_bare_weights_file_needs_the_name_of_its_model(tmp_path):
+    model = save_model(tmp_path / "plain")
+    shutil.move(tmp_path / "plain" / "model.safetensors", tmp_path / "bare.safetensors")
+    with pytest.raises(ValueError, match="bare.safetensors does not say which model it is of: name it with --model"):
+        read_initial(str(tmp_path / "bare.safetensors"))
+    with pytest.raises(ValueError, match="does not fit the model"):
+        read_initial(str(tmp_path / "bare.safetensors"), "hgrn_deit_tiny")
+    assert model.num_classes == 3
+
+
+def test_freezing_the_body_trains_the_head_alone(photos, finished, tmp_path):
+    assert finetune(photos, tmp_path / "run", "--init", str(finished), "--freeze", "body", "--lr", "0.1") == 0
+    after = body(tmp_path / "run" / "model")
+    assert all(torch.equal(after[name], tensor) for name, tensor in body(finished / "model").items())
+
+
+def test_ctrl_c_leaves_whole_files_and_the_same_command_continues(photos, tmp_path, monkeypatch, capsys):
+    command = [photos, tmp_path / "run", *TINY, "--epochs", "2"]
+
+    class Interrupted(Display):
+        def stepped(self, progress, loss, lr):
+            if progress.updates == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("hgrn_vision.tools.finetune.Display", Interrupted)
+    assert finetune(*command) == 0
+    assert "stopped at step 2 (SIGINT); the same command continues" in capsys.readouterr().out
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".tmp", ".new", ".old")]
+    monkeypatch.undo()
+    assert finetune(*command) == 0
+    assert "continuing after step 2" in capsys.readouterr().out
+    assert finetune(*command) == 0
+    assert "finished before" in capsys.readouterr().out
+
+
+def test_a_run_is_not_overwritten(photos, finished, tmp_path, capsys):
+    log = (finished / "log.csv").read_bytes()
+    assert finetune(photos, finished, *TINY, "--init", str(finished)) == 2
+    assert finetune(photos, finished, *TINY, "--lr", "0.5") == 2
+    assert finetune(photos, photos, *TINY) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert "began from new weights, not" in first
+    assert "was started with other settings: lr 0.001 -> 0.5" in second
+    assert "is not empty and holds no run" in third
+    assert (finished / "log.csv").read_bytes() == log
+
+
+def test_a_csv_and_folders_of_splits(photos, tmp_path, capsys):
+    files = sorted(path for path in photos.rglob("*.png"))
+    rows = [f'"{path.relative_to(photos)}",{path.parent.name}' for path in files]
+    (photos / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    assert finetune(photos / "labels.csv", tmp_path / "csv", *TINY) == 0
+    (photos / "labels.csv").unlink()
+    for split, digit in (("train", "01234"), ("val", "5")):
+        for path in files:
+            if path.stem[-1] in digit:
+                target = tmp_path / "split" / split / path.relative_to(photos)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, target)
+    assert finetune(tmp_path / "split", tmp_path / "splits", *TINY) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Found")]
+    assert all("15 for training (5 a class), 3 for validation" in line for line in found) and len(found) == 2
+
+
+def write_odd(folder):
+    """A folder with everything that can be wrong with pictures that are still enough to train on."""
+    write_photos(folder, {"a": 12, "b": 2, "c": 1})
+    (folder / "nothing here").mkdir()
+    (folder / "a" / "notes.txt").write_text("not a picture")
+    (folder / "a" / "broken.png").write_text("not a picture either")
+    picture = Image.open(folder / "a" / "photo 0.png")
+    picture.save(folder / "b" / "a jpeg.png", "JPEG")
+    return folder
+
+
+def test_what_is_found_is_said(tmp_path):
+    folder = write_odd(tmp_path / "odd")
+    train, validation = open_splits(TrainConfig(data=str(folder), holdout=0.2))
+    found = list(survey(str(folder), train, validation).lines())
+    assert "17 images of 3 classes" in found[0] and "(1 to 10 a class)" in found[0] and ", 1 unreadable, " in found[0]
+    text = "\n".join(found[1:])
+    assert "unreadable: a/broken.png: not a picture in a known format" in text
+    assert "folder without images, no class: nothing here" in text
+    assert "left out, not named like an image: a/notes.txt" in text
+    assert "class without validation images: c" in text
+
+
+def test_copies_across_the_split_are_suspected_and_others_are_not(tmp_path):
+    noise = np.random.RandomState(0)
+    pictures = [Image.fromarray(noise.randint(0, 256, (6, 8, 3)).astype(np.uint8)).resize((320, 240)) for _ in range(6)]
+    for number, picture in enumerate(pictures):
+        path = tmp_path / ("train" if number < 4 else "val") / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
+    # the same picture, smaller and in another format
+    pictures[1].resize((160, 120)).save(tmp_path / "val" / "b" / "copy.jpg", quality=80)
+    found = survey(str(tmp_path), *open_splits(TrainConfig(data=str(tmp_path))))
+    assert found.twins == [("b/1.png", "b/copy.jpg")]
+    assert "1 suspected duplicate across" in next(found.lines())
+    assert "160x120 to 320x240 pixels, mostly about 320x240" in next(found.lines())
+    assert found.side == 240
+
+
+def csv_of(*lines):
+    def write(folder):
+        (folder / "photos.csv").write_text("\n".join(lines) + "\n")
+        return folder / "photos.csv"
+
+    return write
+
+
+def one_image_each(folder):
+    return write_photos(folder / "few", {"a": 1, "b": 1})
+
+
+def mostly_broken(folder):
+    for number in range(8):
+        (write_photos(folder / "broken", {"a": 4, "b": 4}) / "a" / f"{number}.jpg").write_bytes(b"")
+    return folder / "broken"
+
+
+def one_class(folder):
+    return write_photos(folder / "one", {"a": 3})
+
+
+def loose_files(folder):
+    return write_photos(folder / "loose", {".": 3})
+
+
+BAD = {
+    "one image per class": (one_image_each, "one image of each class is too few"),
+    "mostly broken": (mostly_broken, "8 of 16 images of .* are unreadable, more than --max-bad-fraction 0.25"),
+    "one class": (one_class, r"only one class \(a\)"),
+    "no folders": (loose_files, "expected one sub-folder a class"),
+    "nothing": (lambda folder: folder / "missing", "no such file or folder"),
+    "no header": (csv_of("a.png,cat", "b.png,dog"), "must start with a line that names the columns file and label"),
+    "wrong header": (csv_of("path,class", "a.png,cat"), "must start with a line that names the columns"),
+    "outside": (csv_of("file,label", "a/../../b.png,cat"), "line 2: a/../../b.png lies outside the folder"),
+    "absolute": (csv_of("file,label", "/etc/passwd,cat"), "line 2: /etc/passwd lies outside the folder"),
+    "missing files": (csv_of("file,label", "a.png,a", "b.png,a", "c.png,b"), "none of the 3 images .* can be read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_code_2(case, tmp_path, capsys):
+    make, message = BAD[case]
+    assert finetune(make(tmp_path), tmp_path / "run") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_flags(photos, tmp_path, capsys):
+    for flags, message in (
+        (["--init", "nowhere"], "no model at nowhere"),
+        (["--img-size", "100"], "--img-size 100 is no multiple of the model's patch: 96 or 104 is"),
+        (["--freeze", "head"], "freeze must be body or a number of layers"),
+        (["--batch-size", "64"], "fewer than one batch of 64"),
+        ([*TINY, "--init", str(photos)], "is no model folder"),
+    ):
+        assert main(["finetune", str(photos), "--output", str(tmp_path / "run"), *flags]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_ten_thousand_classes_in_a_csv(tmp_path, capsys):
+    for number in range(4):
+        write_picture(tmp_path / f"{number}.png", number)
+    rows = [f"{number % 4}.png,class {number // 2}" for number in range(20_000)]
+    (tmp_path / "photos.csv").write_text("\n".join(["file,label", *rows]))
+    short = ["--epoch-steps", "2", "--eval-images", "64"]
+    assert finetune(tmp_path / "photos.csv", tmp_path / "run", *TINY, *short) == 0
+    assert "20,000 images of 10,000 classes" in capsys.readouterr().out
+    assert load_file(tmp_path / "run" / "model" / "model.safetensors")["head.weight"].shape == (10_000, 16)
+
+
+class Found:
+    """What the settings depend on."""
+
+    def __init__(self, images, side, classes=3):
+        self.train, self.side = type("Images", (list,), {"class_names": ["x"] * classes})([None] * images), side
+
+
+def test_settings_suit_the_data():
+    small, large = (resolve({}, Found(1000, side), None, quick=False) for side in (8, 500))
+    assert (small.img_size, small.model_args, small.hflip, small.auto_augment) == (8, {"patch_size": 2}, 0.0, "")
+    assert (large.img_size, large.model_args, large.hflip) == (224, {}, 0.5) and large.auto_augment
+    few = resolve({}, Found(10, 500), None, quick=False)
+    assert few.batch_size == few.micro_batch == 2 and few.epochs > large.epochs
+    trained = Initial({"model": "hgrn_deit_tiny", "model_args": SMALL, "img_size": 16, "crop_pct": 0.7}, {}, "")
+    tuned = resolve({"epochs": 3}, Found(1000, 500), trained, quick=False)
+    assert (tuned.img_size, tuned.crop_pct, tuned.layer_decay, tuned.epochs) == (16, 0.7, 0.75, 3)
+    assert large.layer_decay is None and tuned.lr < large.lr and tuned.warmup_epochs < large.warmup_epochs < 5
+
+
+@pytest.mark.parametrize("images", [50, 1000, 100_000])
+def test_quick_is_five_minutes_of_arithmetic(images):
+    config = resolve({}, Found(images, 500), None, quick=True)
+    model = timm.create_model(config.model, img_size=config.img_size, **config.model_args)
+    tokens = (config.img_size // model.patch_embed.patch_size[0]) ** 2
+    steps = config.epochs * min(config.epoch_steps or images, images // config.batch_size)
+    flops = 6 * sum(p.numel() for p in model.parameters()) * tokens * steps * config.batch_size
+    assert QUICK_FLOPS / 4 < flops < 1.05 * QUICK_FLOPS or config.epochs == 200
+    assert config.img_size <= 112 and config.epochs >= 3 and config.warmup_epochs < config.epochs / 2
+
+
+def test_help_fits_a_screen_and_has_an_example(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("finetune", "digits"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = capsys.readouterr().out
+        assert len(text.splitlines()) <= 36 and f"example:  hgrn-vision {command}" in text
+
+
+def test_digits_are_written_whole_and_as_the_demo_divides_them(tmp_path, capsys):
+    assert main(["digits", str(tmp_path / "digits")]) == 0
+    assert "1,438 images in" in capsys.readouterr().out
+    train, validation = open_splits(TrainConfig(data=str(tmp_path / "digits")))
+    packaged = open_splits(TrainConfig(data="digits", holdout=0.2))
+    for ours, theirs in ((train, packaged[0]), (validation, packaged[1])):
+        names = {f"{label}/{row:04d}.png" for row, label in zip(theirs.rows, theirs.labels, strict=True)}
+        assert {ours.image_name(i) for i in range(len(ours))} == names
+    row = int(validation.image_name(7)[2:6])
+    index = int(np.flatnonzero(packaged[1].rows == row)[0])
+    assert np.array_equal(np.asarray(validation.load(7)), np.asarray(packaged[1].load(index)))
+    assert main(["digits", str(tmp_path / "digits")]) == 2
+    assert "exists already" in capsys.readouterr().err
