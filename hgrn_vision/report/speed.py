@@ -5,6 +5,7 @@ from typing import IO, Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 COLOURS = ("#3b82f6", "#17a673", "#ea7a30", "#8b5cf6")
 
@@ -30,9 +31,16 @@ def _draw(axes: Axes, rows: Sequence[Mapping[str, Any]], column: str, title: str
         for prefix, name, style in (("", model, "o-"), ("peer_", mine[0]["peer"], "s--")):
             values = [row[prefix + column] * factor for row, factor in zip(mine, scale, strict=True)]
             axes.plot(sizes, values, style, color=colour, alpha=1.0 if not prefix else 0.55, label=name)
-    axes.set(title=title, xlabel="pixels a side", ylabel=label, xscale="log", yscale="log")
+    axes.set(title=title, xlabel="pixels a side", ylabel=label, xscale="log")
     ticks = sorted({row["size"] for row in rows})
     axes.set_xticks(ticks, [str(size) for size in ticks])
-    axes.minorticks_off()
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    if per_pixel:
+        axes.set_ylim(bottom=0)
+    else:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(True, alpha=0.2)
     axes.legend(fontsize=8, frameon=False)
