@@ -9,6 +9,7 @@ from dataclasses import fields
 import pytest
 import yaml
 from launcher import ROOT
+from PIL import Image
 
 from hgrn_vision.cli import main
 from hgrn_vision.tools import train as tool
@@ -139,6 +140,8 @@ BAD = [
     (["--teacher", "no_such"], "cannot create teacher no_such"),
     (["missing-folder"], "missing-folder"),
     (["empty-folder"], "no images in"),
+    (["one-class"], "only one class (a)"),
+    (["apart"], "no validation image of apart has a class that the model knows"),
     (["--output", "list.yaml/run"], "list.yaml"),
     (["--eval", "empty-folder"], "neither a checkpoint file nor a run folder"),
     (["--eval", "list.yaml"], "list.yaml is damaged or not a safetensors file"),
@@ -151,6 +154,9 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty-folder" / "train").mkdir(parents=True)
     (tmp_path / "empty-folder" / "val").mkdir()
+    for path in ("one-class/train/a", "one-class/val/a", "apart/train/a", "apart/train/b", "apart/val/c"):
+        (tmp_path / path).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / path / "1.png")
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "broken.yaml").write_text("a: [\n")
     (tmp_path / "unknown.yaml").write_text("learning_rate: 1\n")

@@ -301,6 +301,9 @@ def test_too_many_unreadable_images_end_the_run(photos, tmp_path):
     with pytest.raises(ValueError, match=r"of 82 train images are unreadable, more than --max-bad-fraction 0.1; .*csv"):
         train(photo_config(photos), tmp_path / "run")
     assert (tmp_path / "run" / "bad_images.csv").exists()
+    # and again, although the list is not new any more
+    with pytest.raises(ValueError, match="unreadable"):
+        train(photo_config(photos), tmp_path / "run")
 
 
 def test_other_classes_under_the_same_run_are_refused(photos, tmp_path):

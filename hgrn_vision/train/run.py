@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,7 +93,9 @@ class Run:
         contents = world.on_main(self.checkpoints.load)
         self.resumed = contents is not None
         if contents:
-            changes = check_same_run(contents, config, self.train_split, self.output, allow_change)
+            changes = world.on_main(
+                lambda: check_same_run(contents, config, self.train_split, self.output, allow_change)
+            )
         pretrained = config.pretrained and not self.resumed
         model = world.everywhere(lambda: build_model(config, len(self.class_names), pretrained))
         if weights and not self.resumed:
@@ -101,7 +104,7 @@ class Run:
         describe_model(model, self.spec)
         self.engine = world.everywhere(lambda: Engine(config, world, model, self.spec, self.steps))
         if contents:
-            restore(self.engine, contents, changes, self.steps, self.train_split.indexed)
+            world.everywhere(lambda: restore(self.engine, contents, changes, self.steps, self.train_split.indexed))
             find_best(self.checkpoints, self.engine, world)
         if self.progress.rollbacks >= ROLLBACKS:
             raise Diverged(self._divergence())
@@ -176,7 +179,7 @@ class Run:
             began = time.perf_counter()
             name = f"step {self.progress.updates + 1}"
             with self.world.watched(name):
-                step = self.world.everywhere(lambda: next(batches), name)  # noqa: B023
+                step = self.world.everywhere(partial(next, batches), name)
                 arrived = time.perf_counter()
                 result = self.engine.step(step)
                 self.progress.waited += arrived - began
@@ -216,8 +219,12 @@ class Run:
     def _note_bad_images(self, records: list[BadRecord]) -> None:
         """List unreadable images once for all ranks; too many of them end the run."""
         found = [record for part in self.world.gather(records) for record in part]
-        if self.bad_images.add(found):
-            self.world.on_main(self.bad_images.write)
+        new = self.bad_images.add(found)
+        self.world.on_main(lambda: self._write_bad_images(new))
+
+    def _write_bad_images(self, new: bool) -> None:
+        if new:
+            self.bad_images.write()
         for split in (self.train_split, self.validation):
             count, limit = self.bad_images.count(split.name), self.config.max_bad_fraction
             if count > limit * len(split):
