@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ..backend import choose
 from ..report.speed import plot_speed
+from ..train.memory import keep_freed_memory
 from .output import check_free, whole_file
 
 EXAMPLE = "hgrn-vision bench --sizes 224 384 --output runs/bench"
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     if args.threads:
         torch.set_num_threads(args.threads)
+    if device.type == "cpu":
+        keep_freed_memory()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"{where}, {args.dtype}, {choose(device, dtype)} backend, best of interleaved runs")
     print(

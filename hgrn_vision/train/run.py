@@ -18,6 +18,7 @@ from .engine import Engine, Progress
 from .evaluation import Evaluation, evaluate
 from .faults import Diverged, StopRequest
 from .loaders import EvalLoader, TrainLoader
+from .memory import keep_freed_memory
 from .observer import Observer, Outcome
 from .records import BadImages, export_model, peak_memory, versions, write_log, write_text
 from .resume import check_same_run, find_best, restore
@@ -53,6 +54,8 @@ def train(
         weights: of the same model with any head, for a new run to begin with.
     """
     world = start(config)
+    if world.device.type == "cpu":
+        keep_freed_memory()
     about = {"command": command, **versions(), **(details or {})}
     with StopRequest() as stop:
         run = Run(config, Path(output), world, stop, observer if observer and world.main else Observer(), about)
