@@ -79,15 +79,17 @@ def add_linear(
     return out.addmm_(x.flatten(0, -2), weight.t()).view_as(residual)
 
 
-def runs_unwatched(norm: nn.Module, x: torch.Tensor) -> bool:
-    """Whether nobody would notice if this norm were not called and its formula applied within the scan of x."""
+def unwatched_norm(norm: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """Weight, bias and epsilon of a LayerNorm, if nobody would notice that the scan of x applies it by itself."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy):
-        return False
+        return None
     # a subclass may compute something else; a wrapper may have put a forward of its own into the instance
     if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None or "forward" in vars(norm):
-        return False
-    watched = norm._forward_hooks or norm._forward_pre_hooks
-    return not (watched or module._global_forward_hooks or module._global_forward_pre_hooks or torch.jit.is_tracing())
+        return None
+    hooks = norm._forward_hooks or norm._forward_pre_hooks
+    if hooks or module._global_forward_hooks or module._global_forward_pre_hooks or torch.jit.is_tracing():
+        return None
+    return norm.weight, norm.bias, norm.eps
 
 
 class RmsNorm(nn.Module):
@@ -181,11 +183,12 @@ class Hgru(nn.Module):
             h = hgru_scan(z[..., :split], lower_bound, theta, bias=bias[:split], backend=self.backend)
             gate = F.silu(z[..., split:] + bias[split:].to(z.dtype))
             return self.drop(self.out_proj(self.norm(h) * gate, residual), residual)
-        if not torch.jit.is_scripting() and runs_unwatched(self.norm, z):
-            # the scan normalizes its result while it is in cache
-            norm = (self.norm.weight, self.norm.bias, self.norm.eps)
-            h = hgru_scan(z, lower_bound, theta, bias=bias, backend=self.backend, norm=norm)
-            return self.drop(self.out_proj(h, residual), residual)
+        if not torch.jit.is_scripting():
+            norm = unwatched_norm(self.norm, z)
+            if norm is not None:
+                # normalized while it is in cache
+                h = hgru_scan(z, lower_bound, theta, bias=bias, backend=self.backend, norm=norm)
+                return self.drop(self.out_proj(h, residual), residual)
         h = hgru_scan(z, lower_bound, theta, bias=bias, backend=self.backend)
         return self.drop(self.project(h, residual), residual)
 
