@@ -6,6 +6,20 @@ Backward has the same three steps for the adjoints, whose angles are conjugated 
 reads the input and the states that enter each chunk again, so nothing else is saved and no intermediate reaches
 memory. Sums over tokens (bias, lower bound, theta) leave as one partial sum a program: no atomics, bit-equal repeats.
 
+An apply kernel needs states that run up the chunk and states that run down it. It sweeps once to keep the ones where
+each group of GT tokens begins, then holds one group at a time: unrolling all 16 tokens instead took 255 registers a
+thread in backward and 70 seconds to compile (triton's coalescing pass is cubic in the number of loads). Chunks of 16
+move half the carries of chunks of 8: 24.75 bytes a token and channel forward and 43.5 backward in bf16, of which 14 and
+24 are the input and output themselves. Registers a thread, nothing spilled, as `aot.py` finds them (bf16, both
+directions, output gate):
+
+    kernel              sm_80  sm_90  sm_100  gfx942  gfx90a
+    forward_aggregate      64     64      66      65      72
+    forward_apply         127    126     121      84      76
+    backward_aggregate     64     64      64      68      71
+    backward_apply        113    115     118     162     154
+    carry                  56     56      56      58      58
+
 A complex number is a pair (re, im) of blocks. Names: `i_` index, `o_` offset, `p_` pointer, `b_` block of channels.
 """
 
