@@ -167,7 +167,9 @@ def forward_apply_kernel(
     turn = load_rows(rotation + o_d, 4 * K, D, mask)
     state = load_rows(states + i_c * (2 * K + 1) * D + o_d, 2 * K, D, mask)
     h = (state[0], state[1])
-    r = (state[2 * K - 2], state[2 * K - 1])
+    r = zero(BD)
+    if K == 2:
+        r = (state[2], state[3])
 
     groups = (tl.minimum(left, CT) + GT - 1) // GT
     ends = repeat(r, CT // GT)
@@ -184,24 +186,23 @@ def forward_apply_kernel(
         r = pick(ends, i)
         p_x = x + (i_t + i * GT) * (FIELDS * D) + o_d
         p_out = out + (i_t + i * GT) * (2 * D) + o_d
-        held = ()
+        held, gates = (), ()
         for t in tl.static_range(GT - 1, -1, -1):
             inside = where_inside(o_d, i * GT + t, left, D)
             b_decay, u = load_input(p_x + t * FIELDS * D, b_bias, b_bound, D, inside)
             if K == 2:
                 r = advance(r, b_decay, u, turn[4], turn[5])
-            gate = u
             if FIELDS == 5:
-                gate = load_pair(p_x + t * FIELDS * D, b_bias, 3, D, inside)
-            held = ((b_decay, u, r, gate),) + held
+                gates = (load_pair(p_x + t * FIELDS * D, b_bias, 3, D, inside),) + gates
+            held = ((b_decay, u, r),) + held
         for t in tl.static_range(GT):
-            b_decay, u, r_here, gate = held[t]
+            b_decay, u, r_here = held[t]
             h = advance(h, b_decay, u, turn[0], turn[1])
             y = h
             if K == 2:
                 y = add(h, r_here)
             if FIELDS == 5:
-                g = sigmoid_pair(gate)[0]
+                g = sigmoid_pair(gates[t])[0]
                 y = (g[0] * y[0], g[1] * y[1])
             store_rows(p_out + t * 2 * D, y, D, where_inside(o_d, i * GT + t, left, D))
 
