@@ -1,5 +1,6 @@
 """From pictures to a classifier: what is found, where the weights come from, what is left behind, what is refused."""
 
+import csv
 import os
 import re
 import shlex
@@ -75,6 +76,11 @@ def test_pictures_become_a_run_and_the_command_to_use_it(photos, tmp_path, capsy
     assert {"config.yaml", "log.csv", "checkpoints", "model", "report.html"} <= kept
     about = yaml.safe_load((tmp_path / "my run" / "config.yaml").read_text())["about"]
     assert about["init"] == "new weights" and about["images"] == lines[0]
+    evaluate = next(line for line in lines if line.startswith("evaluate:")).removeprefix("evaluate:")
+    assert evaluate.endswith(" --holdout 0.2") and main(shlex.split(evaluate)[1:]) == 0
+    # of the three held-out pictures, as at the end of the run
+    top1 = next(line for line in lines if line.startswith("finished:")).split()[2].rstrip(",")
+    assert re.search(rf"images +3\ntop1 +{top1}%", capsys.readouterr().out)
     predict = next(line for line in lines if line.startswith("predict:")).removeprefix("predict:")
     assert main(shlex.split(predict)[1:]) == 0
     assert any(name in capsys.readouterr().out for name in CLASSES)
@@ -350,3 +356,18 @@ def test_digits_are_written_whole_and_as_the_demo_divides_them(tmp_path, capsys)
     assert np.array_equal(np.asarray(validation.load(7)), np.asarray(packaged[1].load(index)))
     assert main(["digits", str(tmp_path / "digits")]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_a_demo_run_is_a_head_start(tmp_path):
+    """A small model on the digits as PNG files; examples/finetune_digits.py shows it for the demo's own."""
+    small = ["--model-args", "patch_size=2", "embed_dim=32", "depth=2", "--lr", "0.005", "--device", "cpu"]
+    assert main(["train", "--output", str(tmp_path / "demo"), *small, "--epochs", "5"]) == 0
+    assert main(["digits", str(tmp_path / "pictures")]) == 0
+    few_steps = ["--epochs", "1", "--epoch-steps", "15", "--device", "cpu", "--lr", "0.005"]
+    reached = {}
+    for start in (["--init", str(tmp_path / "demo")], ["--model", "hgrn_deit_tiny", *small, "--img-size", "8"]):
+        output = tmp_path / start[0]
+        assert main(["finetune", str(tmp_path / "pictures"), "--output", str(output), *few_steps, *start]) == 0
+        with open(output / "log.csv", newline="") as file:
+            reached[start[0]] = float(next(csv.DictReader(file))["val_top1"])
+    assert reached["--init"] > reached["--model"] + 20, reached

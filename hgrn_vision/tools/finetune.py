@@ -39,7 +39,7 @@ SHOWN = {
     "epochs": "passes over the images at most [30 or more]",
     "patience": "epochs without gain that end the run [10 or 20]",
     "balance": "draw every class equally often",
-    "batch_size": "images in a step [2 to 64, by their number]",
+    "batch_size": "images in a step [2 to 32, by their number]",
     "lr": "peak learning rate [5e-4 with --init, else 1e-3]",
     "seed": "seed of everything that is drawn [0]",
     "device": "cpu, cuda, ... [a GPU where there is one]",
@@ -87,7 +87,7 @@ def _finetune(args: argparse.Namespace) -> int:
     with contextlib.closing(Display()) as display:
         outcome = train(config, output, command, args.allow_change, display, details, weights)
     if is_main():
-        _show_outcome(outcome, config, splits[1])
+        _show_outcome(outcome, config, *splits)
     return 0
 
 
@@ -141,7 +141,7 @@ def _beginning(initial: Initial | None, found: Survey, config: TrainConfig) -> s
     )
 
 
-def _show_outcome(outcome: Outcome, config: TrainConfig, validation: Split) -> None:
+def _show_outcome(outcome: Outcome, config: TrainConfig, kept: Split, validation: Split) -> None:
     if outcome.status == "stopped":
         print(f"stopped at step {outcome.progress.updates} ({outcome.signal}); the same command continues")
         return
@@ -155,6 +155,8 @@ def _show_outcome(outcome: Outcome, config: TrainConfig, validation: Split) -> N
     )
     run = shlex.quote(str(outcome.output))
     print(f"report:   {outcome.report}")
+    held_out = f" --holdout {config.holdout:g}" if validation.source is kept.source else ""
+    print(f"evaluate: hgrn-vision evaluate {run} {shlex.quote(os.path.normpath(config.data))}{held_out}")
     picture = validation.source.read(validation.rows[0])
     example = shlex.quote(os.path.normpath(picture)) if isinstance(picture, str) else "PICTURE"
     print(f"predict:  hgrn-vision predict {run} {example}")

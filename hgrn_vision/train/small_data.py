@@ -46,7 +46,7 @@ def recipe_settings(
     images: int, side: int, trained: bool, batch: int | None = None, epochs: int | None = None
 ) -> dict[str, Any]:
     """All but the model: for `images` training images, seen at `side` pixels, from trained weights or new ones."""
-    batch = batch or 2 ** min(6, int(math.log2(max(images // 4, 2))))
+    batch = batch or 2 ** min(5, int(math.log2(max(images // 16, 2))))
     steps = max(1, images // batch)
     # few images make short epochs: enough of them for the weights to get somewhere
     epochs = epochs or min(200, max(30 if trained else 60, math.ceil((300 if trained else 600) / steps)))
