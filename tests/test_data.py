@@ -141,7 +141,7 @@ def broken_trees(tmp_path):
         ("one", 0, "only one class .cat."),
         ("apart", 0, "no validation image.*found lily, rose, expected cat, dog"),
         ("noval", 0, "no val or validation folder.*--holdout"),
-        ("single", 0.2, "too few images"),
+        ("single", 0.2, "too few to hold any out"),
         ("loose", 0, "one sub-folder a class"),
         ("notes.txt", 0, "neither a folder nor a .tar or .csv file"),
         ("hello.tar", 0, "not an uncompressed tar file"),
