@@ -55,6 +55,8 @@ def compare() -> None:
     for name, start in (("from the demo run", ["--init", str(demo)]), ("from scratch", [])):
         output = args.folder / name.replace(" ", "-")
         run("finetune", str(pictures), "--output", str(output), *start, *STEPS, *flags)
+        if not (output / "report.html").exists():
+            raise SystemExit("stopped; the same command continues")
         curves[name] = curve(output)
     draw(curves, args.folder / "curves.png")
     print()
