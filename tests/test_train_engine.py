@@ -88,7 +88,7 @@ OPTIONS = [  # the setting, and others that it needs to matter
     ("warmup_epochs", 1.0, {}),
     ("warmup_lr", 1e-4, {"warmup_epochs": 1.0}),
     ("min_lr", 5e-4, {}),
-    ("ema", 0.0, {}),
+    ("ema", 0.9, {}),
     ("loss", "bce", {}),
     ("smoothing", 0.0, {}),
     ("repeats", 2, {}),

@@ -18,8 +18,8 @@ SMALL = {"patch_size": 2, "embed_dim": 16, "depth": 2}
 def digits(**settings: Any) -> TrainConfig:
     """The digits recipe with a model of a few thousand parameters and a few steps."""
     small = {"recipe": "digits", "model_args": SMALL, "epochs": 2, "epoch_steps": 3, "eval_images": 64, "device": "cpu"}
-    batch = {"batch_size": 64, "micro_batch": 32, "warmup_epochs": 0.0}
-    return from_mapping({**RECIPES["digits"].settings, **small, **batch, **settings})
+    plain = {"batch_size": 64, "micro_batch": 32, "warmup_epochs": 0.0, "lr": 1e-3, "mixup": 0.0, "ema": 0.0}
+    return from_mapping({**RECIPES["digits"].settings, **small, **plain, **settings})
 
 
 class Setup:
