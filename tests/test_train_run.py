@@ -158,7 +158,7 @@ def test_a_finished_run_without_its_report_writes_it_again(finished):
 def test_changed_recipe_is_refused_and_changes_nothing(finished):
     config, output = finished
     before = files(output)
-    with pytest.raises(ValueError, match=r"other settings: lr 0.002 -> 0.5, betas .*--allow-change"):
+    with pytest.raises(ValueError, match=r"other settings: lr 0.001 -> 0.5, betas .*--allow-change"):
         train(replace(config, lr=0.5, betas=(0.1, 0.2)), output)
     with pytest.raises(ValueError, match=r"training images 1438 -> 899"):
         train(replace(config, holdout=0.5), output, allow_change=False)
@@ -171,7 +171,7 @@ def test_machine_settings_may_change_and_the_recipe_when_allowed(tmp_path, caplo
     assert train(replace(config, workers=1, save_steps=1), tmp_path, observer=Steps(3)).status == "stopped"
     with caplog.at_level(logging.WARNING):
         outcome = train(replace(config, epochs=3, lr=0.01), tmp_path, allow_change=True)
-    assert "epochs 2 -> 3, lr 0.002 -> 0.01" in caplog.text
+    assert "epochs 2 -> 3, lr 0.001 -> 0.01" in caplog.text
     assert outcome.status == "finished" and len(log(tmp_path)) == 3
     # the schedule is the new one
     assert float(log(tmp_path)[1]["lr"]) > 0.001
