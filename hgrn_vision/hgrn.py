@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
-    DropPath,
     LayerType,
     PatchEmbed,
     calculate_drop_path_rates,
@@ -27,39 +26,13 @@ from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint
 from torch import nn
 
-from .layers import FORGET_GATES, LOWER_BOUNDS, AblatedHgru, Glu, Hgru, Recurrence, RmsNorm, lower_bounds, zero_bounds
+from .block import Block
+from .layers import FORGET_GATES, LOWER_BOUNDS, AblatedHgru, Hgru, Recurrence, RmsNorm, lower_bounds, zero_bounds
 from .weights import checkpoint_filter_fn
 
 __all__ = ["HgrnDeit"]
 
 POOLS = ("", "avg", "max", "avgmax")
-
-
-class Block(nn.Module):
-    """Pre-norm residual block: mix tokens, then mix channels."""
-
-    def __init__(
-        self, mixer: Hgru, mlp_ratio: float, proj_drop: float, drop_path: float, norm_layer, act_layer, device, dtype
-    ):
-        super().__init__()
-        dd = {"device": device, "dtype": dtype}
-        dim = mixer.dim
-        self.norm1 = norm_layer(dim, **dd)
-        self.mixer = mixer
-        self.norm2 = norm_layer(dim, **dd)
-        self.mlp = Glu(dim, int(dim * mlp_ratio), act_layer=act_layer, proj_drop=proj_drop, **dd)
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-        self.drops = proj_drop > 0 or drop_path > 0
-
-    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
-        if self.training and self.drops:
-            x = x + self.drop_path(self.mixer(self.norm1(x), lower_bound))
-            x = x + self.drop_path(self.mlp(self.norm2(x)))
-        else:
-            # the same sums; the last product of each branch accumulates into the residual
-            x = self.mixer(self.norm1(x), lower_bound, x)
-            x = self.mlp(self.norm2(x), x)
-        return x
 
 
 class HgrnDeit(nn.Module):

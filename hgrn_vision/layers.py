@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import is_exportable, is_scriptable, register_notrace_function
 from torch import nn
-from torch.nn.modules import module
 
 from .glu import glu
 from .kernels.torch_scan import complex_scan, constant_angles
@@ -77,19 +76,6 @@ def add_linear(
         return residual + F.linear(x, weight, bias)
     out = residual.flatten(0, -2) + bias
     return out.addmm_(x.flatten(0, -2), weight.t()).view_as(residual)
-
-
-def unwatched_norm(norm: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-    """Weight, bias and epsilon of a LayerNorm, if nobody would notice that the scan of x applies it by itself."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy):
-        return None
-    # a subclass may compute something else; a wrapper may have put a forward of its own into the instance
-    if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None or "forward" in vars(norm):
-        return None
-    hooks = norm._forward_hooks or norm._forward_pre_hooks
-    if hooks or module._global_forward_hooks or module._global_forward_pre_hooks or torch.jit.is_tracing():
-        return None
-    return norm.weight, norm.bias, norm.eps
 
 
 class RmsNorm(nn.Module):
@@ -183,12 +169,6 @@ class Hgru(nn.Module):
             h = hgru_scan(z[..., :split], lower_bound, theta, bias=bias[:split], backend=self.backend)
             gate = F.silu(z[..., split:] + bias[split:].to(z.dtype))
             return self.drop(self.out_proj(self.norm(h) * gate, residual), residual)
-        if not torch.jit.is_scripting():
-            norm = unwatched_norm(self.norm, z)
-            if norm is not None:
-                # normalized while it is in cache
-                h = hgru_scan(z, lower_bound, theta, bias=bias, backend=self.backend, norm=norm)
-                return self.drop(self.out_proj(h, residual), residual)
         h = hgru_scan(z, lower_bound, theta, bias=bias, backend=self.backend)
         return self.drop(self.project(h, residual), residual)
 

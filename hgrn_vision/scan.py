@@ -1,7 +1,6 @@
 """hgru_scan: the one operation that carries the recurrence."""
 
 import torch
-import torch.nn.functional as F
 from timm.layers import register_notrace_function
 
 from .backend import kernels, needs_dispatcher, resolve
@@ -15,7 +14,6 @@ def hgru_scan(
     theta: torch.Tensor,
     bias: torch.Tensor | None = None,
     backend: str | None = None,
-    norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
     """Gates, recurrence in one or both directions and output gate of an HGRU layer, in one operation.
 
@@ -25,28 +23,19 @@ def hgru_scan(
         theta: rotation a step, (K, D), same dtype: K = 2 for both directions, K = 1 for first to last.
         bias: of the projection that made x, added here; same dtype as lower_bound.
         backend: 'triton', 'cpu', 'torch', or 'auto'; by default what `set_backend` chose.
-        norm: weight (2D,), bias (2D,) and epsilon of a LayerNorm of the result.
 
     Returns:
         The gated states (B, T, 2D) = [Re | Im] in the dtype of x.
     """
     if torch.jit.is_scripting():
-        return _normalize(torch_scan.hgru_scan(x, lower_bound, theta, bias), norm)
+        return torch_scan.hgru_scan(x, lower_bound, theta, bias)
     _check(x, lower_bound, theta, bias)
-    if norm is not None:
-        _check_norm(x, 2 * lower_bound.shape[0], norm)
     backend = resolve(x, backend)
     if backend == "torch":
-        return _normalize(torch_scan.hgru_scan(x, lower_bound, theta, bias), norm)
-    if needs_dispatcher(x, lower_bound, theta, bias, *(norm or ())[:2]):
-        return _normalize(_scan(x, lower_bound, theta, bias, backend)[0], norm)
-    if norm is not None and backend == "cpu" and not torch.is_autocast_enabled("cpu"):
-        return kernels(backend).forward(x, lower_bound, theta, bias, norm)[0]
-    return _normalize(kernels(backend).forward(x, lower_bound, theta, bias)[0], norm)
-
-
-def _normalize(out: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor, float] | None) -> torch.Tensor:
-    return out if norm is None else F.layer_norm(out, out.shape[-1:], norm[0], norm[1], norm[2])
+        return torch_scan.hgru_scan(x, lower_bound, theta, bias)
+    if needs_dispatcher(x, lower_bound, theta, bias):
+        return _scan(x, lower_bound, theta, bias, backend)[0]
+    return kernels(backend).forward(x, lower_bound, theta, bias)[0]
 
 
 def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -73,14 +62,8 @@ def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias
             raise ValueError(f"hgru_scan: {name} is on {tensor.device}, x on {x.device}; move them to one device")
 
 
-def _check_norm(x: torch.Tensor, width: int, norm: tuple[torch.Tensor, torch.Tensor, float]) -> None:
-    for name, tensor in zip(("weight", "bias"), norm[:2], strict=True):
-        if tensor.shape != (width,) or tensor.device != x.device:
-            got = f"{tuple(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"hgru_scan: the norm's {name} must be ({width},) on {x.device}, got {got}")
-
-
-@torch.library.custom_op("hgrn_vision::hgru_scan", mutates_args=())
+# compilers keep their graphs on disk by this name: another layout of the states needs another one
+@torch.library.custom_op("hgrn_vision::scan", mutates_args=())
 def _scan(
     x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +78,7 @@ def _(x, lower_bound, theta, bias, backend):
     return x.new_empty(B, T, 2 * D), lower_bound.new_empty(kernels(backend).states_shape(B, T, D, K))
 
 
-@torch.library.custom_op("hgrn_vision::hgru_scan_backward", mutates_args=())
+@torch.library.custom_op("hgrn_vision::scan_backward", mutates_args=())
 def _scan_backward(
     dout: torch.Tensor,
     x: torch.Tensor,

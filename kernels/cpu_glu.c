@@ -2,7 +2,7 @@
  *
  * A row of x is [a | v], both of H channels and still without their bias. A unit of work is ROWS rows, however many
  * threads there are, and sums are taken in the order of rows: the number of threads does not change a bit. */
-#include "cpu_math.h"
+#include "cpu_glu.h"
 
 enum { COLUMNS = 64 };
 
@@ -16,12 +16,15 @@ static void forward_row(const elem *restrict a, const elem *restrict v, const re
     }
 }
 
+void glu_rows(elem *out, const elem *x, const real *bias, int64_t n, int64_t H) {
+    for (int64_t i = 0; i < n; i++) forward_row(x + i * 2 * H, x + i * 2 * H + H, bias, out + i * H, H);
+}
+
 /* x (N, 2H), bias (2H), out (N, H) */
 void glu_forward(const elem *x, const real *bias, elem *out, int64_t N, int64_t H, int64_t threads) {
     #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t first = 0; first < N; first += ROWS)
-        for (int64_t n = first; n < smaller(first + ROWS, N); n++)
-            forward_row(x + n * 2 * H, x + n * 2 * H + H, bias, out + n * H, H);
+        glu_rows(out + first * H, x + first * 2 * H, bias, smaller(ROWS, N - first), H);
 }
 
 static void backward_row(const elem *restrict dout, const elem *restrict a, const elem *restrict v,

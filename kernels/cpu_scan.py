@@ -1,44 +1,39 @@
-"""Launchers of the fused CPU kernels: the HGRU scan and the GLU's activation.
+"""Launchers of the fused CPU kernels: the HGRU scan, the GLU's activation, and a whole block in inference.
 
-The kernels are plain C (cpu_scan.c, cpu_glu.c), compiled on first use by the system's compiler into the user's cache
-folder, once for each dtype, and called through ctypes. They share the OpenMP runtime that torch has loaded and use
-torch.get_num_threads() threads; results do not depend on that number. Functions here take and return plain tensors:
-dtypes, shapes and devices are the caller's to check.
+The kernels are plain C (cpu_*.c), compiled on first use, once for each dtype, and called through ctypes. They share the
+OpenMP runtime that torch has loaded and use torch.get_num_threads() threads; results do not depend on that number.
+Functions here take and return plain tensors: dtypes, shapes and devices are the caller's to check.
 """
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import re
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-# channels of a work unit: two vectors of AVX-512, and six units for two threads in an image of width 192
+from .cpu_build import BuildError, find_or_build
+
+# channels that go together: two vectors of AVX-512
 BLOCK = 32
-# tokens between two saved states; those of a chunk are computed again in backward
+# tokens of a chunk, at most; states are saved between chunks, and computed again inside them in backward
 CHUNK = 32
 # rows of a work unit of the GLU
 ROWS = 16
+# tokens that a thread takes through a block at once, at width 192: their activations fill half of a core's cache
+SLICE = 256
 # gradients summed over tokens and batch: five biases, the lower bound, two angles
 SUMS = 8
 
 DTYPES = {torch.float32: "HGRN_F32", torch.float64: "HGRN_F64", torch.bfloat16: "HGRN_BF16"}
-SOURCES = ("cpu_scan.c", "cpu_glu.c")
-HEADERS = ("cpu_math.h",)
+FOLDER = Path(__file__).resolve().parent
 # of each function: pointers, reals, then integers, of which the last is the number of threads
 ARGUMENTS = {
-    "scan_forward": (9, 1, 6),
-    "scan_backward": (11, 0, 6),
-    "glu_forward": (3, 0, 3),
-    "glu_backward": (6, 0, 3),
+    "cpu_forward.c": {"scan_forward": (9, 0, 7)},
+    "cpu_backward.c": {"scan_backward": (12, 0, 7)},
+    "cpu_glu.c": {"glu_forward": (3, 0, 3), "glu_backward": (6, 0, 3)},
+    "cpu_block.c": {"block_forward": (6, 3, 11)},
 }
 FLAGS = (
     "-O3",
@@ -54,46 +49,37 @@ FLAGS = (
 )
 
 
-class BuildError(RuntimeError):
-    """The kernels cannot be built here; the message is one line that says why."""
-
-
 def unavailable(dtype: torch.dtype = torch.float32) -> str | None:
     """Why the kernels for a dtype cannot be used, or None if they can; builds them on the first call."""
     library = _library(dtype)
     return library if isinstance(library, str) else None
 
 
+def chunk_length(T: int) -> int:
+    """Tokens of a chunk: the number of chunks is a multiple of four where it can be, to be shared evenly by threads."""
+    return -(-T // (4 * -(-T // (4 * CHUNK))))
+
+
 def states_shape(B: int, T: int, D: int, K: int) -> tuple[int, int, int, int]:
     """Shape of the states that enter each chunk of tokens: (B, chunks, [Re, Im] of each direction, channels)."""
-    return B, -(-T // CHUNK), 2 * K, _padded(D)
+    return B, -(-T // chunk_length(T)), 2 * K, _padded(D)
 
 
 def forward(
-    x: torch.Tensor,
-    lower_bound: torch.Tensor,
-    theta: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scan of x (B, T, 5D or 3D) as the reference defines it: out (B, T, 2D), and the states backward needs.
-
-    With the weight, bias and epsilon of a LayerNorm, out is normalized on the way.
-    """
+    """The scan of x (B, T, 5D or 3D) as the reference defines it: out (B, T, 2D), and the states backward needs."""
     B, T, width = x.shape
     K, D = theta.shape
     rows = width // D
-    if norm and D % BLOCK:
-        # the zeros that fill up a block must not count
-        out, states = forward(x, lower_bound, theta, bias)
-        return torch.nn.functional.layer_norm(out, (2 * D,), *norm), states
-    weight, shift, eps = norm or (None, None, 0.0)
-    real = lower_bound.dtype
     out = torch.empty(B, T, 2 * _padded(D), dtype=x.dtype)
+    real = lower_bound.dtype
     states = torch.empty(states_shape(B, T, D, K), dtype=real)
-    turns = torch.empty(K, 4, _padded(D), dtype=real)
-    inputs = _pad(x, D), *_constants(lower_bound, theta, bias, rows), _plain(weight, real), _plain(shift, real)
-    _call("scan_forward", x, *inputs, turns, states, out, eps, B, T, _padded(D), rows, K)
+    decays = torch.empty(B, states.shape[1], _padded(D), dtype=real)
+    tokens = torch.empty(_padded(D) // BLOCK if B == 1 else _threads(x), T, 3 * BLOCK, dtype=real)
+    inputs = _pad(x, D), *_constants(lower_bound, theta, bias, rows)
+    room = _channels(lower_bound), tokens, decays
+    _call("scan_forward", x, *inputs, *room, states, out, B, T, _padded(D), rows, K, chunk_length(T))
     return _crop(out, D), states
 
 
@@ -110,12 +96,14 @@ def backward(
     K, D = theta.shape
     rows = width // D
     dx = torch.empty(B, T, rows * _padded(D), dtype=x.dtype)
-    turns = torch.empty(K, 4, _padded(D), dtype=lower_bound.dtype)
-    adjoints = torch.empty(B, states.shape[1], 2, _padded(D), dtype=lower_bound.dtype)
-    partial = torch.empty(B, SUMS, _padded(D), dtype=torch.float64)
-    sums = torch.empty(SUMS, _padded(D), dtype=lower_bound.dtype)
+    real, chunks = lower_bound.dtype, states.shape[1]
+    decays = torch.empty(B, chunks, _padded(D), dtype=real)
+    adjoints = torch.empty(states.shape, dtype=real)
+    partial = torch.empty(B, chunks, SUMS, _padded(D), dtype=real)
+    sums = torch.empty(SUMS, _padded(D), dtype=real)
     inputs = _pad(dout, D), _pad(x, D), *_constants(lower_bound, theta, bias, rows), states.contiguous()
-    _call("scan_backward", x, *inputs, turns, adjoints, partial, dx, sums, B, T, _padded(D), rows, K)
+    room = _channels(lower_bound), decays, adjoints, partial
+    _call("scan_backward", x, *inputs, *room, dx, sums, B, T, _padded(D), rows, K, chunk_length(T))
     # each its own memory: the results of an operator may not share any
     dbias = sums[:rows, :D].flatten().clone() if bias is not None else torch.empty(0, dtype=sums.dtype)
     return _crop(dx, D), dbias, sums[5, :D].clone(), sums[6 : 6 + K, :D].clone()
@@ -141,14 +129,108 @@ def glu_backward(dout: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None)
     return dx, dbias.to(bias.dtype) if bias is not None else torch.empty(0, dtype=dbias.dtype)
 
 
-def _call(name: str, like: torch.Tensor, *args: torch.Tensor | int) -> None:
+class BlockWeights(NamedTuple):
+    """The weights of a block in the order of the C kernel; those of products are (out, in)."""
+
+    norm1_weight: torch.Tensor
+    norm1_bias: torch.Tensor
+    in_weight: torch.Tensor
+    in_bias: torch.Tensor
+    lower_bound: torch.Tensor
+    theta: torch.Tensor
+    norm_weight: torch.Tensor
+    norm_bias: torch.Tensor
+    out_weight: torch.Tensor
+    out_bias: torch.Tensor
+    norm2_weight: torch.Tensor
+    norm2_bias: torch.Tensor
+    fc1_weight: torch.Tensor
+    fc1_bias: torch.Tensor
+    fc2_weight: torch.Tensor
+    fc2_bias: torch.Tensor
+
+
+def has_block(D: int, dtype: torch.dtype) -> bool:
+    """Whether block_forward can run for such a width and dtype here."""
+    return D % BLOCK == 0 and dtype in _PRODUCTS and _product(dtype) is not None
+
+
+def block_forward(x: torch.Tensor, weights: BlockWeights, eps: tuple[float, float, float]) -> torch.Tensor:
+    """A block of x (B, T, D) with an output gate, a hidden layer of any width, and the epsilons of its three norms."""
+    B, T, D = x.shape
+    H, K, length = weights.fc2_weight.shape[1], weights.theta.shape[0], chunk_length(T)
+    threads, chunks = _threads(x), -(-T // length)
+    # whole images are faster, as nobody waits for others in between, where they can be shared evenly
+    by_image = -(-B // threads) * threads <= 1.1 * B
+    slices = max(-(-T * D // (SLICE * 192)), 1 if by_image else -(-threads // max(B, 1)))
+    per_slice = -(-chunks // min(slices, chunks))
+    per_thread = per_slice * length * (max(2 * D, H) + 2 * max(D, H))
+    per_image = 8 * T * D + chunks * (1 + 2 * K) * D
+    room = torch.empty(threads * per_thread + (threads if by_image else B) * per_image, dtype=x.dtype)
+    out = torch.empty(B, T, D, dtype=x.dtype)
+    kept = [tensor.contiguous() for tensor in weights]
+    pointers = (ctypes.c_void_p * len(kept))(*[tensor.data_ptr() for tensor in kept])
+    product = ctypes.cast(_product(x.dtype), ctypes.c_void_p)
+    _call(
+        "block_forward",
+        x,
+        x.contiguous(),
+        ctypes.addressof(pointers),
+        product,
+        _channels(weights.lower_bound),
+        room,
+        out,
+        *eps,
+        B,
+        T,
+        D,
+        H,
+        K,
+        length,
+        per_slice,
+        per_thread,
+        per_image,
+        by_image,
+    )
+    return out
+
+
+_PRODUCTS = {torch.float32: "sgemm_", torch.float64: "dgemm_"}
+
+
+@functools.cache
+def _product(dtype: torch.dtype):
+    """The matrix product of the BLAS library that torch uses, or None where it cannot be found or used."""
+    try:
+        path = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))
+        function = getattr(ctypes.CDLL(str(path)), _PRODUCTS[dtype])
+    except (StopIteration, OSError, AttributeError):
+        return None
+    a, b, got = torch.randn(5, 3, dtype=dtype), torch.randn(4, 3, dtype=dtype), torch.ones(5, 4, dtype=dtype)
+    one = (ctypes.c_double if dtype == torch.float64 else ctypes.c_float)(1)
+    n, m, k = (ctypes.byref(ctypes.c_int64(size)) for size in (4, 5, 3))
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (b, a, got)]
+    factor = ctypes.byref(one)
+    function(b"T", b"N", n, m, k, factor, pointers[0], k, pointers[1], k, factor, pointers[2], n)
+    return function if torch.allclose(got, a @ b.t() + 1) else None
+
+
+def _call(name: str, like: torch.Tensor, *args: torch.Tensor | float) -> None:
     """Call a C function, compiled for the dtype of `like`, whose last argument is the number of threads."""
     library = _library(like.dtype)
     if isinstance(library, str):
         raise RuntimeError(f"the CPU kernels cannot be used: {library}")
+    getattr(library, name)(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args], _threads(like))
+
+
+def _threads(x: torch.Tensor) -> int:
     # below this a second thread costs more than it saves; torch itself draws the line at the same size
-    threads = torch.get_num_threads() if like.numel() >= 32768 else 1
-    getattr(library, name)(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args], threads)
+    return torch.get_num_threads() if x.numel() >= 32768 else 1
+
+
+def _channels(like: torch.Tensor) -> torch.Tensor:
+    """Room for what the kernels keep about each channel: five biases, the lower bound, two rotations of four parts."""
+    return torch.empty(14, _padded(like.shape[0]), dtype=like.dtype)
 
 
 def _padded(D: int) -> int:
@@ -174,10 +256,6 @@ def _constants(
     return _pad(lower_bound, D), _pad(theta, D), _pad(bias, D)
 
 
-def _plain(t: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if t is None else t.to(dtype).contiguous()
-
-
 def _bias(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return torch.zeros(x.shape[-1], dtype=dtype) if bias is None else bias.to(dtype).contiguous()
@@ -188,137 +266,14 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The kernels for a dtype, or the reason why there are none."""
     if sys.platform == "win32":
         return "they are not built on Windows"
+    sources = [name for name in ARGUMENTS if dtype in _PRODUCTS or name != "cpu_block.c"]
     try:
-        return _find_or_build(DTYPES[dtype])
+        flags = [*FLAGS, f"-D{DTYPES[dtype]}"]
+        library = find_or_build([FOLDER / name for name in sources], sorted(FOLDER.glob("*.h")), flags)
     except (BuildError, OSError) as error:
         return str(error)
-
-
-def _find_or_build(define: str) -> ctypes.CDLL:
-    compiler, version = _compiler()
-    runtime = _openmp_runtime()
-    here = Path(__file__).resolve().parent
-    code = [(here / name).read_bytes() for name in SOURCES + HEADERS]
-    identity = "\n".join([*FLAGS, define, *compiler, version, str(runtime), _cpu()])
-    key = hashlib.sha256(b"\0".join([identity.encode(), *code])).hexdigest()[:16]
-    folder = _cache_folder()
-    for path in sorted(folder.glob(f"{key}-*.so")) if folder else ():
-        # a truncated library can kill the process that loads it: look before
-        if path.stem == f"{key}-{_checksum(path)}":
-            return _load(path)
-        path.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="hgrn_vision-") as work:
-        library = _build(Path(work), here, define, compiler, runtime)
-        # once loaded it stays in memory, also when its file is gone
-        return _load(_keep(library, folder, key))
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    for name, (pointers, reals, integers) in ARGUMENTS.items():
+    for name, (pointers, reals, integers) in [item for source in sources for item in ARGUMENTS[source].items()]:
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_double] * reals + [ctypes.c_int64] * integers
         function.restype = None
     return library
-
-
-def _build(work: Path, here: Path, define: str, compiler: list[str], runtime: str | None) -> Path:
-    """Compile and link in a folder of our own: with OpenMP and for this CPU, or with less where that fails."""
-    objects = [str(work / f"{name}.o") for name in SOURCES]
-    library = work / "kernels.so"
-    attempts = [(["-march=native"], None), ([], None)]
-    if runtime:
-        attempts.insert(0, (["-march=native", "-fopenmp"], runtime))
-    reason = ""
-    for extra, linked in attempts:
-        flags = [*FLAGS, *extra, f"-D{define}"]
-        compiles = [[*compiler, *flags, "-c", str(here / c), "-o", o] for c, o in zip(SOURCES, objects, strict=True)]
-        # named by its path, so that it is torch's runtime and no second one that is linked; not finding all of
-        # OpenMP there is an error here and not when the library is loaded
-        openmp = [linked, "-Wl,--no-undefined", "-lc"] if linked else []
-        try:
-            for command in [*compiles, [*compiler, "-shared", "-o", str(library), *objects, "-lm", *openmp]]:
-                _run(command)
-            return library
-        except BuildError as error:
-            reason = reason or str(error)
-    raise BuildError(reason)
-
-
-def _run(command: list[str]) -> str:
-    """Run a compiler and return what it printed; what goes wrong becomes a BuildError with its first error line."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"C compiler {command[0]}: {error}") from error
-    if done.returncode != 0:
-        lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
-        raise BuildError(f"C compiler {command[0]} failed with status {done.returncode}: {first}")
-    return done.stdout
-
-
-def _compiler() -> tuple[list[str], str]:
-    """The C compiler's command, from CC or the usual names, and what it says about its version."""
-    asked = shlex.split(os.environ.get("CC", ""))
-    if asked:
-        return asked, _run([*asked, "--version"])
-    for name in ("cc", "gcc", "clang"):
-        if shutil.which(name):
-            return [name], _run([name, "--version"])
-    raise BuildError("no C compiler found (cc, gcc or clang; another one can be named in CC)")
-
-
-def _openmp_runtime() -> str | None:
-    """Path of the OpenMP library that torch has loaded; a second one in the process would start threads of its own."""
-    try:
-        mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
-    except OSError:
-        return None
-    found = {path for path in mapped if re.fullmatch(r"lib(gomp|iomp5|omp)\b.*\.so[.0-9]*", os.path.basename(path))}
-    ours = str(Path(torch.__file__).parent)
-    return min(found, key=lambda path: (not path.startswith(ours), path), default=None)
-
-
-def _cpu() -> str:
-    """What -march=native depends on: a home folder may be shared by different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    names = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(names)})) + platform.machine()
-
-
-def _cache_folder() -> Path | None:
-    """A folder that only this user can write to, or None where there is none to be had."""
-    asked = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        folder = (Path(asked) if os.path.isabs(asked) else Path.home() / ".cache") / "hgrn_vision"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # what lies in someone else's folder is not ours to run
-        if folder.stat().st_uid != os.getuid():
-            return None
-        folder.chmod(0o700)
-    except (OSError, RuntimeError):
-        return None
-    return folder
-
-
-def _checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _keep(library: Path, folder: Path | None, key: str) -> Path:
-    """Move the library into the cache folder in one step, or leave it where it is if that cannot be."""
-    if folder is None:
-        return library
-    try:
-        kept = folder / f"{key}-{_checksum(library)}.so"
-        handle, part = tempfile.mkstemp(dir=folder, suffix=".part")
-        os.close(handle)
-        shutil.copyfile(library, part)
-        os.replace(part, kept)
-    except OSError:
-        return library
-    return kept

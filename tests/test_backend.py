@@ -92,51 +92,19 @@ def test_tracing_records_plain_operations():
 def test_kernels_run_with_and_without_gradients(monkeypatch):
     """The model really takes the kernels, not the fallback."""
     calls = []
-    for name in ("forward", "backward", "glu_forward", "glu_backward"):
+    for name in ("forward", "backward", "glu_forward", "glu_backward", "block_forward"):
         kernel = getattr(backend.kernels("cpu"), name)
         monkeypatch.setattr(backend.kernels("cpu"), name, lambda *a, k=kernel, n=name: (calls.append(n), k(*a))[1])
     model = timm.create_model("hgrn_deit_tiny", **MODEL)
     x = torch.randn(1, 3, 16, 16)
     with torch.no_grad():
         model(x)
-    assert calls == ["forward", "glu_forward"] * 2
+    assert calls == ["block_forward"] * 2
     calls.clear()
     model(x).sum().backward()
     assert calls[:4] == ["forward", "glu_forward"] * 2
     # the product of the GLU is not kept but computed again
     assert sorted(calls[4:]) == sorted(["backward", "glu_backward", "glu_forward"] * 2)
-
-
-def test_the_mixers_norm_is_called_when_someone_watches():
-    model = timm.create_model("hgrn_deit_tiny", **MODEL).eval()
-    norm, x, seen = model.blocks[0].mixer.norm, torch.randn(2, 3, 16, 16), []
-    torch.nn.init.normal_(norm.weight)
-    torch.nn.init.normal_(norm.bias)
-    want = model.forward_features(x).detach()
-    watches = (
-        lambda: norm.register_forward_hook(lambda *_: seen.append(1)),
-        lambda: norm.register_forward_pre_hook(lambda *_: seen.append(1)),
-        lambda: torch.nn.modules.module.register_module_forward_hook(
-            lambda m, *_: seen.append(1) if m is norm else None
-        ),
-    )
-    with torch.no_grad():
-        torch.testing.assert_close(model.forward_features(x), want, rtol=1e-4, atol=1e-5)
-        for watch in watches:
-            handle = watch()
-            model.forward_features(x)
-            handle.remove()
-    assert len(seen) == len(watches)
-
-
-@pytest.mark.parametrize("name", ["cpu", "torch"])
-def test_norm_of_the_scan(name):
-    x, lower_bound, theta = torch.randn(2, 9, 160), torch.rand(32), torch.rand(2, 32)
-    norm = torch.randn(64), torch.randn(64), 1e-5
-    want = torch.nn.functional.layer_norm(hgru_scan(x, lower_bound, theta), (64,), *norm)
-    torch.testing.assert_close(hgru_scan(x, lower_bound, theta, backend=name, norm=norm), want)
-    with pytest.raises(ValueError, match=r"the norm's bias must be \(64,\) on cpu, got \(63,\) on cpu"):
-        hgru_scan(x, lower_bound, theta, backend=name, norm=(norm[0], norm[1][1:], 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

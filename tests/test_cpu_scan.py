@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hgrn_vision.kernels import cpu_scan, reference
+from hgrn_vision.kernels import cpu_build, cpu_scan, reference
 
 CHUNK, BLOCK = cpu_scan.CHUNK, cpu_scan.BLOCK
 REASON = cpu_scan.unavailable()
@@ -107,8 +107,20 @@ def test_large_inputs():
     check(*make_inputs(2, 70, 8, scale=30))
 
 
-def test_more_chunks_than_are_kept_in_cache():
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("T", [1, 33, 196, 4 * CHUNK + 1])
+def test_one_batch_row_is_shared_out_by_chunks(T, K):
+    check(*make_inputs(1, T, 2 * BLOCK, K))
+
+
+def test_many_chunks():
     check(*make_inputs(1, 1024 + 3 * CHUNK + 1, 2))
+
+
+def test_chunks_fit_and_go_to_threads_in_equal_numbers():
+    lengths = {T: cpu_scan.chunk_length(T) for T in range(1, 5000)}
+    assert all(1 <= length <= CHUNK for length in lengths.values())
+    assert [-(-T // lengths[T]) for T in (196, 256, 576, 1024, 4096)] == [8, 8, 20, 32, 128]
 
 
 @pytest.mark.parametrize("D", [BLOCK, BLOCK + 3])
@@ -153,9 +165,9 @@ def guarded_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
-@pytest.mark.parametrize("T, K, rows", [(CHUNK + 1, 2, 5), (3, 1, 3)])
-def test_stays_within_its_buffers(guarded_memory, dtype, T, K, rows):
-    inputs = make_inputs(2, T, 2 * BLOCK, K, rows)
+@pytest.mark.parametrize("B, T, K, rows", [(2, CHUNK + 1, 2, 5), (2, 3, 1, 3), (1, 4 * CHUNK + 1, 2, 5)])
+def test_stays_within_its_buffers(guarded_memory, dtype, B, T, K, rows):
+    inputs = make_inputs(B, T, 2 * BLOCK, K, rows)
     want = by_kernel(dtype, *inputs)
 
     def between_nans(t):
@@ -173,8 +185,9 @@ def test_stays_within_its_buffers(guarded_memory, dtype, T, K, rows):
 
 
 @pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
-def test_bits_do_not_depend_on_threads(dtype):
-    inputs = make_inputs(3, 50, 96)
+@pytest.mark.parametrize("B, T", [(3, 50), (1, 150)])
+def test_bits_do_not_depend_on_threads(dtype, B, T):
+    inputs = make_inputs(B, T, 96)
     x, dout = inputs[0].to(dtype), inputs[4].repeat(1, 1, 2)[..., :240].to(dtype)
     before = torch.get_num_threads()
     results = []
@@ -189,31 +202,6 @@ def test_bits_do_not_depend_on_threads(dtype):
     for result in results[1:]:
         for name, value in result.items():
             assert torch.equal(value, results[0][name]), name
-
-
-@pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
-@pytest.mark.parametrize("B", [1, 3, 4, 9])
-@pytest.mark.parametrize("D", [6 * BLOCK, BLOCK + 5])
-def test_norm_on_the_way(dtype, B, D):
-    """Values of a LayerNorm in float64, and the same bits however rows and channels are shared out to threads."""
-    x, bias, lower_bound, theta, _ = (t.float().double() for t in make_inputs(B, 40, D))
-    weight, shift = torch.randn(2, 2 * D).bfloat16().double()
-    want = F.layer_norm(reference.hgru_scan(x, lower_bound, theta, bias), (2 * D,), weight, shift, 1e-5)
-    real = torch.float64 if dtype == torch.float64 else torch.float32
-    norm = weight.to(dtype), shift.to(dtype), 1e-5
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(cpu_scan.forward(x.to(dtype), lower_bound.to(real), theta.to(real), bias.to(real), norm)[0])
-    finally:
-        torch.set_num_threads(before)
-    assert results[0].dtype == dtype
-    # in bf16 the states are rounded before the norm and after it
-    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype]
-    assert error(results[0], want) <= tolerance
-    assert all(torch.equal(result, results[0]) for result in results[1:]) or D % BLOCK
 
 
 @pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
@@ -366,5 +354,5 @@ def test_failed_build_names_the_error(fresh, monkeypatch):
 
 
 def test_compiler_without_openmp_builds_for_one_thread(fresh, monkeypatch):
-    monkeypatch.setattr(cpu_scan, "_openmp_runtime", lambda: "/no/such/libgomp.so")
+    monkeypatch.setattr(cpu_build, "_openmp_runtime", lambda: "/no/such/libgomp.so")
     assert cpu_scan.unavailable() is None and works()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ..backend import BACKENDS, ENVIRONMENT, get_backend, kernels, resolve, unavailable
-from ..kernels import reference
+from ..backend import BACKENDS, ENVIRONMENT, get_backend, resolve, unavailable
+from ..kernels import cpu_build, reference
 from ..scan import hgru_scan
 from ..train.records import versions
 
@@ -116,10 +116,9 @@ def describe_choice(device: torch.device, diagnosis: Diagnosis) -> str:
 def describe_compiler() -> list[str]:
     """The C compiler of the cpu backend and the folder that keeps what it makes."""
     try:
-        cpu_scan = kernels("cpu")
-        command, version = cpu_scan._compiler()
-        folder = cpu_scan._cache_folder()
-    except (ImportError, RuntimeError) as error:
+        command, version = cpu_build.compiler()
+        folder = cpu_build.cache_folder()
+    except RuntimeError as error:
         return [f"none: {error}"]
     text = f"{' '.join(command)}: {version.strip().splitlines()[0]}"
     if folder is None:

@@ -1,0 +1,77 @@
+"""The residual block, layer by layer, or as one call where nobody would notice."""
+
+import torch
+from timm.layers import DropPath
+from torch import nn
+from torch.nn.modules import module
+
+from .backend import kernels, needs_dispatcher, resolve
+from .layers import DeferredBiasLinear, Glu, Hgru, ResidualLinear
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: mix tokens, then mix channels."""
+
+    def __init__(
+        self, mixer: Hgru, mlp_ratio: float, proj_drop: float, drop_path: float, norm_layer, act_layer, device, dtype
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        dim = mixer.dim
+        self.norm1 = norm_layer(dim, **dd)
+        self.mixer = mixer
+        self.norm2 = norm_layer(dim, **dd)
+        self.mlp = Glu(dim, int(dim * mlp_ratio), act_layer=act_layer, proj_drop=proj_drop, **dd)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drops = proj_drop > 0 or drop_path > 0
+
+    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+        # asked of the dropouts themselves, which may be left on in evaluation to sample from a model
+        if self.drops and (self.drop_path.training or self.mixer.proj_drop.training or self.mlp.proj_drop.training):
+            x = x + self.drop_path(self.mixer(self.norm1(x), lower_bound))
+            return x + self.drop_path(self.mlp(self.norm2(x)))
+        if not torch.jit.is_scripting():
+            whole = self.forward_at_once(x, lower_bound)
+            if whole is not None:
+                return whole
+        # the same sums; the last product of each branch accumulates into the residual
+        x = self.mixer(self.norm1(x), lower_bound, x)
+        return self.mlp(self.norm2(x), x)
+
+    @torch.jit.unused
+    def forward_at_once(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor | None:
+        """The output from a kernel for the whole block, or None where the layers have to run one by one."""
+        if torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy) or needs_dispatcher(x):
+            return None
+        if resolve(x, self.mixer.backend) != "cpu" or torch.is_autocast_enabled("cpu"):
+            return None
+        mixer, mlp, kernel = self.mixer, self.mlp, kernels("cpu")
+        if x.numel() == 0 or not kernel.has_block(x.shape[-1], x.dtype) or not self.is_plain():
+            return None
+        layers = self.norm1, mixer.in_proj, mixer.norm, mixer.out_proj, self.norm2, mlp.fc1, mlp.fc2
+        weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
+        weights[4:4] = lower_bound, mixer.theta
+        if any(weight is None or weight.dtype != x.dtype or weight.device != x.device for weight in weights):
+            return None
+        if needs_dispatcher(*weights):
+            return None
+        eps = self.norm1.eps, mixer.norm.eps, self.norm2.eps
+        return kernel.block_forward(x, kernel.BlockWeights(*weights), eps)
+
+    def is_plain(self) -> bool:
+        """Whether each layer is what it was built as, and nobody watches or replaces what it does."""
+        mixer, mlp = self.mixer, self.mlp
+        if type(mixer) is not Hgru or type(mlp) is not Glu or not mixer.output_gate or mixer.gate_after_norm:
+            return False
+        norms = self.norm1, mixer.norm, self.norm2
+        linears = mixer.in_proj, mixer.out_proj, mlp.fc1, mlp.fc2
+        if {type(norm) for norm in norms} != {nn.LayerNorm} or type(mlp.act) is not nn.SiLU:
+            return False
+        if [type(linear) for linear in linears] != [DeferredBiasLinear, ResidualLinear] * 2:
+            return False
+        layers = mixer, mlp, *norms, *linears, mlp.act, mixer.proj_drop, mlp.proj_drop
+        watched = module._global_forward_hooks or module._global_forward_pre_hooks
+        # a wrapper may have put a forward of its own into an instance
+        return not watched and not any(
+            layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer) for layer in layers
+        )

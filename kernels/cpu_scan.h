@@ -1,0 +1,126 @@
+/* The HGRU scan (arXiv 2311.04823) on CPUs: what its forward and its backward share. reference.py defines the scan.
+ *
+ * With h and r the complex states of the two directions, and x the pre-activations of c, decay and g:
+ *
+ *   h[t] = decay[t] exp(i theta[0]) h[t-1] + (1 - decay[t]) c[t]    first token to last
+ *   r[t] = decay[t] exp(i theta[1]) r[t+1] + (1 - decay[t]) c[t]    last token to first
+ *   out[t] = g[t] (h[t] + r[t])                                     on real and imaginary parts
+ *
+ * Channels are independent: BLOCK of them go together, and every loop over `d` becomes vector code. Tokens are not, but
+ * what a chunk of them does to a state that enters it is linear: first each chunk is worked through from a state of
+ * zero, then the states are carried from chunk to chunk, then each chunk is worked through with what enters it. Chunks
+ * are thus as free to go to any thread as batch rows are.
+ *
+ * Neither chunks nor the order of any sum depend on the number of threads: results are the same to the last bit for any
+ * number of them. */
+#ifndef CPU_SCAN_H
+#define CPU_SCAN_H
+
+#include "cpu_math.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+static inline int64_t thread_number(void) { return omp_get_thread_num(); }
+#else
+static inline int64_t thread_number(void) { return 0; }
+#endif
+
+/* the rows of D channels that make up a token of x */
+enum { C_RE, C_IM, FORGET, G_RE, G_IM };
+
+/* how many tokens ahead memory is fetched, and the elements of a cache line */
+enum { AHEAD = 8, LINE = 64 / sizeof(elem) };
+
+typedef struct {
+    int64_t T, D;
+    int64_t rows;           /* of x: 5 with an output gate, 3 without */
+    int64_t K;              /* directions */
+    int64_t length, chunks; /* tokens of a chunk, CHUNK at most; the last one may have fewer */
+} shape;
+
+typedef struct {
+    real re[BLOCK], im[BLOCK];
+} state;
+
+/* exp(i theta) and what its rounding left over: an error that is the same at each token adds up over all of them */
+typedef struct {
+    state high, low;
+} rotation;
+
+/* what is constant over the tokens of a block of channels */
+typedef struct {
+    real bias[5][BLOCK], lower_bound[BLOCK];
+    rotation turn[2];
+} channels;
+
+/* a token's 1 - decay, which keeps its digits where the decay is close to 1, and its input (1 - decay) c */
+typedef struct {
+    real rest[BLOCK];
+    state input;
+} token;
+
+static inline int64_t chunk_length(int64_t i, shape s) { return i + 1 < s.chunks ? s.length : s.T - i * s.length; }
+
+static inline void read_state(state *restrict h, const real *restrict from, int64_t D) {
+    memcpy(h->re, from, sizeof h->re);
+    memcpy(h->im, from + D, sizeof h->im);
+}
+
+static inline void write_state(real *restrict to, const state *restrict h, int64_t D) {
+    memcpy(to, h->re, sizeof h->re);
+    memcpy(to + D, h->im, sizeof h->im);
+}
+
+/* a block's parts of two tokens lie far apart, which hardware does not foresee: without this, backward takes twice as
+ * long */
+static inline void fetch(const elem *row, int64_t rows, int64_t D) {
+    for (const elem *end = row + rows * D; row < end; row += D)
+        for (int d = 0; d < BLOCK; d += LINE) __builtin_prefetch(row + d, 0);
+}
+
+static inline void fetch_to_write(const elem *row, int64_t rows, int64_t D) {
+    for (const elem *end = row + rows * D; row < end; row += D)
+        for (int d = 0; d < BLOCK; d += LINE) __builtin_prefetch(row + d, 1);
+}
+
+/* decay exp(i theta), rounded once */
+static inline real decayed(real rest, real high, real low) { return high + (low - rest * high); }
+
+/* h = decay exp(i theta) h + input, grouped so that only two operations wait for the token before */
+static inline void advance(state *restrict h, const token *restrict at, const rotation *restrict turn) {
+    for (int d = 0; d < BLOCK; d++) {
+        real re = h->re[d], im = h->im[d];
+        real a = decayed(at->rest[d], turn->high.re[d], turn->low.re[d]);
+        real b = decayed(at->rest[d], turn->high.im[d], turn->low.im[d]);
+        h->re[d] = a * re + (at->input.re[d] - b * im);
+        h->im[d] = a * im + (at->input.im[d] + b * re);
+    }
+}
+
+/* c (D / BLOCK) from lower_bound (D), theta (K, D) and bias (rows, D) */
+void make_channels(channels *c, const real *lower_bound, const real *theta, const real *bias, shape s,
+                   int64_t threads);
+
+/* From the states that chunks end with when none enters them to those that enter them, in place: `states` (chunks,
+ * stride) of one direction, in the order of `step`, 1 or -1. `decays` (chunks, D) are the products of the chunks' decays,
+ * `sign` is that of the angle. */
+void carry(real *states, int64_t stride, const real *decays, const rotation *turn, int step, int sign, shape s);
+
+/* The three steps of forward for BLOCK channels of one batch row. x and out are those of chunk i, tokens (T), decays
+ * (chunks, D) and states (chunks, 2K, D) those of the batch row, all from the first of the channels on. */
+void enter_chunk(token *tokens, real *decays, real *states, const elem *x, const channels *c, int64_t i, shape s);
+void carry_states(real *states, const real *decays, const channels *c, shape s);
+void leave_chunk(elem *out, const token *tokens, const real *states, const elem *x, const channels *c, int64_t i,
+                 shape s);
+
+/* a scan in these three steps: for chunk i of batch row b and the channels of block j */
+typedef struct {
+    void (*enter)(const void *scan, int64_t b, int64_t i, int64_t j);
+    void (*carry)(const void *scan, int64_t b, int64_t j);
+    void (*leave)(const void *scan, int64_t b, int64_t i, int64_t j);
+} steps;
+
+/* threads share batch rows and blocks of channels, and chunks too where there is but one batch row */
+void run_steps(steps of, const void *scan, int64_t B, shape s, int64_t threads);
+
+#endif

@@ -1,0 +1,209 @@
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hgrn_vision
+from hgrn_vision.block import Block
+from hgrn_vision.kernels import cpu_scan, reference
+from hgrn_vision.layers import Hgru
+
+REASON = cpu_scan.unavailable()
+pytestmark = pytest.mark.skipif(
+    bool(REASON) or not cpu_scan.has_block(32, torch.float32), reason=f"no kernel for blocks here: {REASON}"
+)
+
+
+def make_block(D=64, H=100, bidirectional=True, **kwargs):
+    torch.manual_seed(D + H)
+    args = dict(proj_drop=0.0, drop_path=0.0, norm_layer=nn.LayerNorm, act_layer=nn.SiLU, device=None, dtype=None)
+    args |= kwargs
+    mixer = Hgru(D, bidirectional=bidirectional, proj_drop=args["proj_drop"], norm_layer=args["norm_layer"])
+    block = Block(mixer, H / D, **args).eval().requires_grad_(False)
+    for parameter in block.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    return block
+
+
+def expected(block, x, lower_bound):
+    """The block from its definition, in float64."""
+    x, w = x.double(), {name: value.double() for name, value in block.state_dict().items()}
+    D = x.shape[-1]
+
+    def norm(y, name):
+        return F.layer_norm(y, y.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+
+    def linear(y, name):
+        return F.linear(y, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    h = reference.hgru_scan(linear(norm(x, "norm1"), "mixer.in_proj"), lower_bound.double(), w["mixer.theta"])
+    assert h.shape[-1] == 2 * D
+    x = x + linear(norm(h, "mixer.norm"), "mixer.out_proj")
+    a, v = linear(norm(x, "norm2"), "mlp.fc1").chunk(2, dim=-1)
+    return x + linear(F.silu(a) * v, "mlp.fc2")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts the calls of the kernel for whole blocks."""
+    made, kernel = [], cpu_scan.block_forward
+    monkeypatch.setattr(cpu_scan, "block_forward", lambda *args: made.append(1) or kernel(*args))
+    return made
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def error(got, want):
+    return ((got.double() - want).abs().max() / want.abs().max()).item()
+
+
+@pytest.mark.parametrize(
+    "B, T, D, H, bidirectional",
+    [
+        (1, 1, 32, 7, True),
+        (1, 196, 192, 384, True),
+        (2, 300, 96, 64, True),
+        (3, 37, 64, 100, False),
+        (9, 65, 32, 100, True),
+    ],
+)
+def test_matches_the_definition(calls, threads, B, T, D, H, bidirectional):
+    block = make_block(D, H, bidirectional)
+    x, lower_bound = torch.randn(B, T, D), torch.rand(D)
+    want = expected(block, x, lower_bound)
+    for number in (1, 2, 3, 8):
+        threads(number)
+        assert error(block(x, lower_bound), want) <= 2e-6
+        assert error(block.double()(x.double(), lower_bound.double()), want) <= 1e-12
+        block.float()
+    assert len(calls) == 8
+
+
+def test_takes_any_strides(calls):
+    block, x, lower_bound = make_block(), torch.randn(64, 2, 30), torch.rand(2, 64)[0]
+    block.mlp.fc1.weight.data = block.mlp.fc1.weight.data.t().contiguous().t()
+    want = expected(block, x.permute(1, 2, 0), lower_bound)
+    assert error(block(x.permute(1, 2, 0), lower_bound), want) <= 2e-6 and calls
+
+
+def test_stays_within_its_buffers(monkeypatch):
+    block, x, lower_bound = make_block(), torch.randn(2, 150, 64), torch.rand(64)
+    want, made, empty = block(x, lower_bound), [], torch.empty
+
+    def guarded_empty(*size, **kwargs):
+        shape = empty(*size, device="meta").shape
+        memory = torch.full((shape.numel() + 256,), 12345.0, **kwargs)
+        made.append((memory, shape.numel()))
+        return memory[128 : 128 + shape.numel()].view(shape)
+
+    monkeypatch.setattr(torch, "empty", guarded_empty)
+    assert torch.equal(block(x, lower_bound), want)
+    assert len(made) == 3 and all((m[:128] == 12345).all() and (m[128 + n :] == 12345).all() for m, n in made)
+
+
+def test_nan_is_not_hidden():
+    block, x, lower_bound = make_block(), torch.randn(2, 40, 64), torch.rand(64)
+    x[1, 3, 5] = float("nan")
+    out = block(x, lower_bound)
+    assert out[1].isnan().all() and not out[0].isnan().any()
+
+
+def replace_forward(layer):
+    forward = layer.forward
+    layer.forward = lambda *args: forward(*args)
+
+
+class OtherNorm(nn.LayerNorm):
+    pass
+
+
+WATCHES = {
+    "hook of the mixer's norm": lambda block: block.mixer.norm.register_forward_hook(lambda *_: None),
+    "hook before fc2": lambda block: block.mlp.fc2.register_forward_pre_hook(lambda *_: None),
+    "hook of the mixer": lambda block: block.mixer.register_forward_hook(lambda *_: None),
+    "wrapper of in_proj": lambda block: replace_forward(block.mixer.in_proj),
+    "weight made on the way": lambda block: nn.utils.parametrizations.weight_norm(block.mlp.fc1),
+    "another norm": lambda block: setattr(block, "norm2", OtherNorm(64)),
+    "norm without a bias": lambda block: setattr(block, "norm1", nn.LayerNorm(64, bias=False)),
+    "another activation": lambda block: setattr(block.mlp, "act", nn.GELU()) or setattr(block.mlp, "fused", False),
+    "half of it in float64": lambda block: block.mlp.fc2.double(),
+}
+
+
+@pytest.mark.parametrize("change", WATCHES.values(), ids=WATCHES)
+def test_layers_run_one_by_one_when_it_would_be_noticed(calls, change):
+    block = make_block()
+    change(block)
+    try:
+        block(torch.randn(2, 9, 64), torch.rand(64))
+    except RuntimeError as failure:  # as from any layer whose weights have another dtype
+        assert "dtype" in str(failure)
+    assert not calls
+
+
+def test_hooks_are_called_once_for_each_layer(calls):
+    block, seen = make_block(), []
+    x, lower_bound = torch.randn(2, 9, 64), torch.rand(64)
+    handle = nn.modules.module.register_module_forward_hook(lambda layer, *_: seen.append(layer))
+    watched = block(x, lower_bound)
+    handle.remove()
+    assert {block.norm1, block.mixer.in_proj, block.mixer.norm, block.mlp.fc2} <= set(seen) and not calls
+    torch.testing.assert_close(block(x, lower_bound), watched)
+    assert calls
+
+
+def test_where_it_is_used(calls, threads):
+    model = timm.create_model("hgrn_deit_tiny", img_size=28, num_classes=3).eval()
+    x = torch.randn(2, 3, 28, 28)
+    want = model(x).detach()
+    assert not calls, "autograd needs the layers"
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
+        assert len(calls) == 12
+        with hgrn_vision.set_backend("torch"):
+            torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+        model.to(torch.bfloat16)(x.bfloat16())
+        assert model.float()(x[:0]).shape == (0, 3)
+        torch.jit.trace(model, x, check_trace=False)
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+        timm.create_model("hgrn1d_vit_tiny", img_size=28).eval()(x)
+        timm.create_model("hgrn_deit_tiny", img_size=28, output_gate=False).eval()(x)
+    assert len(calls) == 12
+    with torch.inference_mode():
+        model(x)
+    assert len(calls) == 24
+
+
+def test_without_a_product_to_call(calls, monkeypatch):
+    monkeypatch.setattr(cpu_scan, "_product", lambda dtype: None)
+    block, x, lower_bound = make_block(), torch.randn(2, 9, 64), torch.rand(64)
+    assert error(block(x, lower_bound), expected(block, x, lower_bound)) <= 2e-6 and not calls
+
+
+@pytest.mark.parametrize("library", [{}, {"sgemm_": lambda *args: None}], ids=["missing", "wrong"])
+def test_a_product_is_tried_before_it_is_used(monkeypatch, library):
+    cpu_scan._product.cache_clear()
+    monkeypatch.setattr(cpu_scan.ctypes, "CDLL", lambda path: SimpleNamespace(**library))
+    assert not cpu_scan.has_block(64, torch.float32)
+    cpu_scan._product.cache_clear()
+    monkeypatch.undo()
+    assert cpu_scan.has_block(64, torch.float32)
+
+
+@pytest.mark.parametrize("options", [dict(proj_drop=0.5), dict(drop_path=0.5)], ids=str)
+def test_dropout_that_is_left_on_in_evaluation_has_an_effect(options):
+    block, x, lower_bound = make_block(**options), torch.randn(8, 9, 64), torch.rand(64)
+    assert torch.equal(block(x, lower_bound), block(x, lower_bound))
+    for layer in (block.drop_path, block.mixer.proj_drop, block.mlp.proj_drop):
+        layer.train()
+    assert not torch.equal(block(x, lower_bound), block(x, lower_bound))
