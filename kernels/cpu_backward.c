@@ -50,11 +50,6 @@ static inline void record_output(tape *restrict at, const elem *restrict dout, c
     }
 }
 
-static inline void record_rest(tape *restrict at, const elem *restrict x, const channels *restrict c, int64_t D) {
-    for (int d = 0; d < BLOCK; d++)
-        at->gates.rest[d] = (1 - c->lower_bound[d]) * sigmoid(load(x[FORGET * D + d]) + c->bias[FORGET][d]).off;
-}
-
 static inline void record_turned(tape *restrict at, const state *restrict h, const rotation *restrict turn) {
     for (int d = 0; d < BLOCK; d++) {
         at->turned.re[d] = turn->high.re[d] * h->re[d] - turn->high.im[d] * h->im[d];
@@ -62,7 +57,18 @@ static inline void record_turned(tape *restrict at, const state *restrict h, con
     }
 }
 
-/* q[t] from what token t-1 handed on, and what token t hands on: decay exp(-i theta) q[t] */
+/* from what the token before handed on to what this one does: decay exp(-i theta) (handed + input) */
+static inline void hand_on(state *restrict handed, const token *restrict at, const rotation *restrict turn) {
+    for (int d = 0; d < BLOCK; d++) {
+        real re = handed->re[d] + at->input.re[d], im = handed->im[d] + at->input.im[d];
+        real a = decayed(at->rest[d], turn->high.re[d], turn->low.re[d]);
+        real b = decayed(at->rest[d], turn->high.im[d], turn->low.im[d]);
+        handed->re[d] = a * re + b * im;
+        handed->im[d] = a * im - b * re;
+    }
+}
+
+/* q[t], and what token t hands on to q */
 static inline void record_adjoint(tape *restrict at, state *restrict handed, const rotation *restrict turn) {
     for (int d = 0; d < BLOCK; d++) {
         real re = handed->re[d] + at->dstate.re[d], im = handed->im[d] + at->dstate.im[d];
@@ -159,12 +165,28 @@ static inline part part_of(const backward *f, int64_t b, int64_t i, int64_t j) {
     };
 }
 
+/* 1 - decay, and g dout, the input of the adjoints */
+static inline void open_adjoint(token *restrict at, const elem *restrict dout, const elem *restrict x,
+                                const channels *restrict c, shape s) {
+    for (int d = 0; d < BLOCK; d++) {
+        real re = load(dout[d]), im = load(dout[s.D + d]);
+        if (s.rows == 5) {
+            re *= sigmoid(load(x[G_RE * s.D + d]) + c->bias[G_RE][d]).on;
+            im *= sigmoid(load(x[G_IM * s.D + d]) + c->bias[G_IM][d]).on;
+        }
+        at->rest[d] = (1 - c->lower_bound[d]) * sigmoid(load(x[FORGET * s.D + d]) + c->bias[FORGET][d]).off;
+        at->input.re[d] = re;
+        at->input.im[d] = im;
+    }
+}
+
 /* what a chunk hands on to p and q if none enters it */
 static void enter(const void *scan, int64_t b, int64_t i, int64_t j) {
     const backward *f = scan;
     const shape s = f->s;
     const channels *c = f->c + j;
     const part at = part_of(f, b, i, j);
+    token tokens[CHUNK];
     state p = {0}, q = {0};
     real decay[BLOCK];
     for (int d = 0; d < BLOCK; d++) decay[d] = 1;
@@ -172,12 +194,11 @@ static void enter(const void *scan, int64_t b, int64_t i, int64_t j) {
         const elem *x = at.x + t * s.rows * s.D, *dout = at.dout + t * 2 * s.D;
         fetch(x + AHEAD * s.rows * s.D, s.rows, s.D);
         fetch(dout + AHEAD * 2 * s.D, 2, s.D);
-        record_output(tapes + t, dout, x, c, s);
-        record_rest(tapes + t, x, c, s.D);
-        if (s.K == 2) record_adjoint(tapes + t, &q, &c->turn[1]);
-        for (int d = 0; d < BLOCK; d++) decay[d] -= decay[d] * tapes[t].gates.rest[d];
+        open_adjoint(tokens + t, dout, x, c, s);
+        if (s.K == 2) hand_on(&q, tokens + t, &c->turn[1]);
+        for (int d = 0; d < BLOCK; d++) decay[d] -= decay[d] * tokens[t].rest[d];
     }
-    for (int64_t t = at.n - 1; t >= 0; t--) record_adjoint(tapes + t, &p, &c->turn[0]);
+    for (int64_t t = at.n - 1; t >= 0; t--) hand_on(&p, tokens + t, &c->turn[0]);
     memcpy(at.decays, decay, sizeof decay);
     write_state(at.adjoints, &p, s.D);
     if (s.K == 2) write_state(at.adjoints + 2 * s.D, &q, s.D);
@@ -207,6 +228,7 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
         read_state(&q, at.adjoints + 2 * s.D, s.D);
     }
     for (int64_t t = 0; t < at.n; t++) {
+        fetch_to_write(at.dx + t * stride, s.rows, s.D);
         record_input(tapes + t, at.x + t * stride, c, s.D);
         record_output(tapes + t, at.dout + t * 2 * s.D, at.x + t * stride, c, s);
         record_turned(tapes + t, &h, &c->turn[0]);
@@ -217,7 +239,6 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
             tapes[t].q = q;
     }
     for (int64_t t = at.n - 1; t >= 0; t--) {
-        fetch_to_write(at.dx + (t - AHEAD) * stride, s.rows, s.D);
         differentiate(at.dx + t * stride, sums, &p, &both, &r, tapes + t, c->turn, s);
         if (s.K == 2) advance(&r, &tapes[t].gates, &c->turn[1]);
         if (s.rows == 5) differentiate_gate(at.dx + t * stride, sums, &both, tapes + t, s.D);
@@ -226,8 +247,8 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
 }
 
 /* total (SUMS, D) of `parts` (n, SUMS, D), in order */
-static void add_up(real *total, const real *parts, int64_t n, int64_t D, int64_t threads) {
-    #pragma omp parallel for num_threads(threads)
+static void add_up(real *total, const real *parts, int64_t n, int64_t D) {
+    #pragma omp for
     for (int64_t first = 0; first < SUMS * D; first += BLOCK) {
         double sum[BLOCK] = {0};
         for (int64_t i = 0; i < n; i++)
@@ -244,7 +265,10 @@ void scan_backward(const elem *dout, const elem *x, const real *lower_bound, con
                    int64_t threads) {
     const shape s = {T, D, rows, K, length, (T + length - 1) / length};
     const backward f = {dout, x, c, decays, adjoints, partial, states, dx, s};
-    make_channels(c, lower_bound, theta, bias, s, threads);
-    run_steps((steps){enter, carry_block, leave}, &f, B, s, threads);
-    add_up(total, partial, B * s.chunks, D, threads);
+    #pragma omp parallel num_threads(threads)
+    {
+        make_channels(c, lower_bound, theta, bias, s);
+        run_steps((steps){enter, carry_block, leave}, &f, B, s);
+        add_up(total, partial, B * s.chunks, D);
+    }
 }

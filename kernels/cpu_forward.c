@@ -19,9 +19,8 @@ static channels channels_from(int64_t d, const real *lower_bound, const real *th
     return c;
 }
 
-void make_channels(channels *c, const real *lower_bound, const real *theta, const real *bias, shape s,
-                   int64_t threads) {
-    #pragma omp parallel for num_threads(threads)
+void make_channels(channels *c, const real *lower_bound, const real *theta, const real *bias, shape s) {
+    #pragma omp for
     for (int64_t d = 0; d < s.D; d += BLOCK) c[d / BLOCK] = channels_from(d, lower_bound, theta, bias, s);
 }
 
@@ -139,16 +138,16 @@ void leave_chunk(elem *out, const token *tokens, const real *states, const elem 
     }
 }
 
-void run_steps(steps of, const void *scan, int64_t B, shape s, int64_t threads) {
+void run_steps(steps of, const void *scan, int64_t B, shape s) {
     const int64_t blocks = s.D / BLOCK;
-    #pragma omp parallel num_threads(threads)
     if (B == 1) {
-        #pragma omp for schedule(dynamic)
+        /* not dynamic: a thread finds in its cache what it made of the same chunks before */
+        #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < s.chunks * blocks; unit++)
             of.enter(scan, 0, unit / blocks, unit % blocks);
         #pragma omp for
         for (int64_t j = 0; j < blocks; j++) of.carry(scan, 0, j);
-        #pragma omp for schedule(dynamic)
+        #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < s.chunks * blocks; unit++)
             of.leave(scan, 0, unit / blocks, unit % blocks);
     } else {
@@ -212,6 +211,9 @@ void scan_forward(const elem *x, const real *lower_bound, const real *theta, con
                   int64_t K, int64_t length, int64_t threads) {
     const shape s = {T, D, rows, K, length, (T + length - 1) / length};
     const forward f = {x, c, tokens, decays, states, out, B, s};
-    make_channels(c, lower_bound, theta, bias, s, threads);
-    run_steps((steps){enter, carry_block, leave}, &f, B, s, threads);
+    #pragma omp parallel num_threads(threads)
+    {
+        make_channels(c, lower_bound, theta, bias, s);
+        run_steps((steps){enter, carry_block, leave}, &f, B, s);
+    }
 }

@@ -97,9 +97,8 @@ static inline void advance(state *restrict h, const token *restrict at, const ro
     }
 }
 
-/* c (D / BLOCK) from lower_bound (D), theta (K, D) and bias (rows, D) */
-void make_channels(channels *c, const real *lower_bound, const real *theta, const real *bias, shape s,
-                   int64_t threads);
+/* c (D / BLOCK) from lower_bound (D), theta (K, D) and bias (rows, D); to be called by all threads of a team */
+void make_channels(channels *c, const real *lower_bound, const real *theta, const real *bias, shape s);
 
 /* From the states that chunks end with when none enters them to those that enter them, in place: `states` (chunks,
  * stride) of one direction, in the order of `step`, 1 or -1. `decays` (chunks, D) are the products of the chunks' decays,
@@ -120,7 +119,7 @@ typedef struct {
     void (*leave)(const void *scan, int64_t b, int64_t i, int64_t j);
 } steps;
 
-/* threads share batch rows and blocks of channels, and chunks too where there is but one batch row */
-void run_steps(steps of, const void *scan, int64_t B, shape s, int64_t threads);
+/* The threads of a team share batch rows and blocks of channels, and chunks too where there is but one batch row. */
+void run_steps(steps of, const void *scan, int64_t B, shape s);
 
 #endif

@@ -21,19 +21,20 @@ BLOCK = 32
 CHUNK = 32
 # rows of a work unit of the GLU
 ROWS = 16
-# tokens that a thread takes through a block at once, at width 192: their activations fill half of a core's cache
-SLICE = 256
+# tokens that a thread takes through a block at once: fewer make the products slower, more leave the cache
+SLICE = 512
 # gradients summed over tokens and batch: five biases, the lower bound, two angles
 SUMS = 8
 
 DTYPES = {torch.float32: "HGRN_F32", torch.float64: "HGRN_F64", torch.bfloat16: "HGRN_BF16"}
+PRODUCTS = {torch.float32: "sgemm_", torch.float64: "dgemm_"}  # in the Fortran interface of BLAS
 FOLDER = Path(__file__).resolve().parent
-# of each function: pointers, reals, then integers, of which the last is the number of threads
+# of each function: pointers, reals, then integers
 ARGUMENTS = {
     "cpu_forward.c": {"scan_forward": (9, 0, 7)},
     "cpu_backward.c": {"scan_backward": (12, 0, 7)},
     "cpu_glu.c": {"glu_forward": (3, 0, 3), "glu_backward": (6, 0, 3)},
-    "cpu_block.c": {"block_forward": (6, 3, 11)},
+    "cpu_block.c": {"block_forward": (7, 3, 12)},
 }
 FLAGS = (
     "-O3",
@@ -79,7 +80,7 @@ def forward(
     tokens = torch.empty(_padded(D) // BLOCK if B == 1 else _threads(x), T, 3 * BLOCK, dtype=real)
     inputs = _pad(x, D), *_constants(lower_bound, theta, bias, rows)
     room = _channels(lower_bound), tokens, decays
-    _call("scan_forward", x, *inputs, *room, states, out, B, T, _padded(D), rows, K, chunk_length(T))
+    _call("scan_forward", x, *inputs, *room, states, out, B, T, _padded(D), rows, K, chunk_length(T), _threads(x))
     return _crop(out, D), states
 
 
@@ -103,7 +104,7 @@ def backward(
     sums = torch.empty(SUMS, _padded(D), dtype=real)
     inputs = _pad(dout, D), _pad(x, D), *_constants(lower_bound, theta, bias, rows), states.contiguous()
     room = _channels(lower_bound), decays, adjoints, partial
-    _call("scan_backward", x, *inputs, *room, dx, sums, B, T, _padded(D), rows, K, chunk_length(T))
+    _call("scan_backward", x, *inputs, *room, dx, sums, B, T, _padded(D), rows, K, chunk_length(T), _threads(x))
     # each its own memory: the results of an operator may not share any
     dbias = sums[:rows, :D].flatten().clone() if bias is not None else torch.empty(0, dtype=sums.dtype)
     return _crop(dx, D), dbias, sums[5, :D].clone(), sums[6 : 6 + K, :D].clone()
@@ -113,7 +114,7 @@ def glu_forward(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """SiLU(a) * v with [a | v] = x + bias, x (..., 2H)."""
     H = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], H, dtype=x.dtype)
-    _call("glu_forward", x, x.contiguous(), _bias(bias, x), out, x.numel() // (2 * H), H)
+    _call("glu_forward", x, x.contiguous(), _bias(bias, x), out, x.numel() // (2 * H), H, _threads(x))
     return out
 
 
@@ -125,7 +126,7 @@ def glu_backward(dout: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None)
     biases = _bias(bias, x)
     dbias = torch.empty(2 * H, dtype=biases.dtype)
     partial = torch.empty(-(-N // ROWS), 2 * H, dtype=biases.dtype)
-    _call("glu_backward", x, dout.contiguous(), x.contiguous(), biases, partial, dx, dbias, N, H)
+    _call("glu_backward", x, dout.contiguous(), x.contiguous(), biases, partial, dx, dbias, N, H, _threads(x))
     return dx, dbias.to(bias.dtype) if bias is not None else torch.empty(0, dtype=dbias.dtype)
 
 
@@ -152,75 +153,87 @@ class BlockWeights(NamedTuple):
 
 def has_block(D: int, dtype: torch.dtype) -> bool:
     """Whether block_forward can run for such a width and dtype here."""
-    return D % BLOCK == 0 and dtype in _PRODUCTS and _product(dtype) is not None
+    return D % BLOCK == 0 and dtype in PRODUCTS and _products(dtype) is not None
 
 
 def block_forward(x: torch.Tensor, weights: BlockWeights, eps: tuple[float, float, float]) -> torch.Tensor:
     """A block of x (B, T, D) with an output gate, a hidden layer of any width, and the epsilons of its three norms."""
     B, T, D = x.shape
     H, K, length = weights.fc2_weight.shape[1], weights.theta.shape[0], chunk_length(T)
-    threads, chunks = _threads(x), -(-T // length)
+    # all of them also for few tokens: in a team of one, the products would start threads of their own
+    threads, chunks = torch.get_num_threads(), -(-T // length)
     # whole images are faster, as nobody waits for others in between, where they can be shared evenly
     by_image = -(-B // threads) * threads <= 1.1 * B
-    slices = max(-(-T * D // (SLICE * 192)), 1 if by_image else -(-threads // max(B, 1)))
+    slices = -(-T // SLICE)
+    if not by_image:
+        slices = -(-slices // threads) * threads
     per_slice = -(-chunks // min(slices, chunks))
+    # for few slices it is quicker to let each product pack its weight by itself
+    per_linear = _packed_size(x.dtype, D, H, per_slice * length) if B * slices >= 4 * threads else 0
     per_thread = per_slice * length * (max(2 * D, H) + 2 * max(D, H))
     per_image = 8 * T * D + chunks * (1 + 2 * K) * D
+    packed = torch.empty(4 * per_linear, dtype=x.dtype)
     room = torch.empty(threads * per_thread + (threads if by_image else B) * per_image, dtype=x.dtype)
     out = torch.empty(B, T, D, dtype=x.dtype)
     kept = [tensor.contiguous() for tensor in weights]
     pointers = (ctypes.c_void_p * len(kept))(*[tensor.data_ptr() for tensor in kept])
-    product = ctypes.cast(_product(x.dtype), ctypes.c_void_p)
-    _call(
-        "block_forward",
-        x,
-        x.contiguous(),
-        ctypes.addressof(pointers),
-        product,
-        _channels(weights.lower_bound),
-        room,
-        out,
-        *eps,
-        B,
-        T,
-        D,
-        H,
-        K,
-        length,
-        per_slice,
-        per_thread,
-        per_image,
-        by_image,
-    )
+    tensors = x.contiguous(), pointers, _products(x.dtype), _channels(weights.lower_bound), packed, room, out
+    sizes = B, T, D, H, K, length, per_slice, per_linear, per_thread, per_image, by_image
+    _call("block_forward", x, *tensors, *eps, *sizes, threads)
     return out
 
 
-_PRODUCTS = {torch.float32: "sgemm_", torch.float64: "dgemm_"}
+class Products(ctypes.Structure):
+    """The matrix products of the BLAS library that torch uses; the last three are MKL's, or null."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("gemm", "pack", "compute", "packed_size")]
 
 
 @functools.cache
-def _product(dtype: torch.dtype):
-    """The matrix product of the BLAS library that torch uses, or None where it cannot be found or used."""
+def _products(dtype: torch.dtype) -> Products | None:
+    """The library's products, or None where they cannot be found or used."""
     try:
-        path = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))
-        function = getattr(ctypes.CDLL(str(path)), _PRODUCTS[dtype])
+        library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+        gemm = getattr(library, PRODUCTS[dtype])
     except (StopIteration, OSError, AttributeError):
         return None
     a, b, got = torch.randn(5, 3, dtype=dtype), torch.randn(4, 3, dtype=dtype), torch.ones(5, 4, dtype=dtype)
-    one = (ctypes.c_double if dtype == torch.float64 else ctypes.c_float)(1)
+    one = ctypes.byref((ctypes.c_double if dtype == torch.float64 else ctypes.c_float)(1))
     n, m, k = (ctypes.byref(ctypes.c_int64(size)) for size in (4, 5, 3))
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (b, a, got)]
-    factor = ctypes.byref(one)
-    function(b"T", b"N", n, m, k, factor, pointers[0], k, pointers[1], k, factor, pointers[2], n)
-    return function if torch.allclose(got, a @ b.t() + 1) else None
+    p_a, p_b, p_got = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, got))
+    gemm(b"T", b"N", n, m, k, one, p_b, k, p_a, k, one, p_got, n)
+    if not torch.allclose(got, a @ b.t() + 1):
+        return None
+    names = [PRODUCTS[dtype] + name for name in ("pack_", "compute_", "pack_get_size_")]
+    packing = [getattr(library, name, None) for name in names]
+    return Products(*[ctypes.cast(function, ctypes.c_void_p) for function in [gemm, *packing * all(packing)]])
+
+
+@functools.cache
+def _packed_size(dtype: torch.dtype, D: int, H: int, n: int) -> int:
+    """Elements of the largest packed weight of a block for products of n tokens."""
+    address = _products(dtype).packed_size
+    if not address:
+        return 0
+    size = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_char_p, *[ctypes.POINTER(ctypes.c_int64)] * 3)(address)
+    shapes = (5 * D, D), (D, 2 * D), (2 * H, D), (D, H)
+    bytes_needed = max(size(b"A", *[ctypes.c_int64(side) for side in (width, n, k)]) for width, k in shapes)
+    return -(-bytes_needed // 64) * 64 // dtype.itemsize  # whole cache lines
 
 
 def _call(name: str, like: torch.Tensor, *args: torch.Tensor | float) -> None:
-    """Call a C function, compiled for the dtype of `like`, whose last argument is the number of threads."""
+    """Call a C function, compiled for the dtype of `like`."""
     library = _library(like.dtype)
     if isinstance(library, str):
         raise RuntimeError(f"the CPU kernels cannot be used: {library}")
-    getattr(library, name)(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args], _threads(like))
+    getattr(library, name)(*[_argument(a) for a in args])
+
+
+def _argument(value):
+    """As C wants it: the address of what a tensor, an array or a structure holds, a number as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return ctypes.addressof(value) if isinstance(value, ctypes.Array | ctypes.Structure) else value
 
 
 def _threads(x: torch.Tensor) -> int:
@@ -266,7 +279,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The kernels for a dtype, or the reason why there are none."""
     if sys.platform == "win32":
         return "they are not built on Windows"
-    sources = [name for name in ARGUMENTS if dtype in _PRODUCTS or name != "cpu_block.c"]
+    sources = [name for name in ARGUMENTS if dtype in PRODUCTS or name != "cpu_block.c"]
     try:
         flags = [*FLAGS, f"-D{DTYPES[dtype]}"]
         library = find_or_build([FOLDER / name for name in sources], sorted(FOLDER.glob("*.h")), flags)

@@ -106,7 +106,7 @@ def test_stays_within_its_buffers(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", guarded_empty)
     assert torch.equal(block(x, lower_bound), want)
-    assert len(made) == 3 and all((m[:128] == 12345).all() and (m[128 + n :] == 12345).all() for m, n in made)
+    assert len(made) == 4 and all((m[:128] == 12345).all() and (m[128 + n :] == 12345).all() for m, n in made)
 
 
 def test_nan_is_not_hidden():
@@ -185,17 +185,17 @@ def test_where_it_is_used(calls, threads):
 
 
 def test_without_a_product_to_call(calls, monkeypatch):
-    monkeypatch.setattr(cpu_scan, "_product", lambda dtype: None)
+    monkeypatch.setattr(cpu_scan, "_products", lambda dtype: None)
     block, x, lower_bound = make_block(), torch.randn(2, 9, 64), torch.rand(64)
     assert error(block(x, lower_bound), expected(block, x, lower_bound)) <= 2e-6 and not calls
 
 
 @pytest.mark.parametrize("library", [{}, {"sgemm_": lambda *args: None}], ids=["missing", "wrong"])
 def test_a_product_is_tried_before_it_is_used(monkeypatch, library):
-    cpu_scan._product.cache_clear()
+    cpu_scan._products.cache_clear()
     monkeypatch.setattr(cpu_scan.ctypes, "CDLL", lambda path: SimpleNamespace(**library))
     assert not cpu_scan.has_block(64, torch.float32)
-    cpu_scan._product.cache_clear()
+    cpu_scan._products.cache_clear()
     monkeypatch.undo()
     assert cpu_scan.has_block(64, torch.float32)
 
