@@ -1,7 +1,8 @@
 """Pieces of the Triton kernels: complex arithmetic, gates and loads on blocks of channels.
 
 A complex number is a pair (re, im) of blocks, and what a program keeps of several tokens is a tuple of them: tuples are
-unrolled when the kernel is compiled, so that everything in them lives in registers.
+unrolled when the kernel is compiled, so that everything in them lives in registers. Fused multiply-adds are named, so
+that the interpreter rounds as the hardware does.
 """
 
 import inspect
@@ -14,14 +15,19 @@ APPROX = tl.constexpr("approx" in inspect.signature(tl.fdiv).parameters)
 
 
 @triton.jit
-def rotate(z, b_cos, b_sin):
-    """z (cos + i sin)."""
-    return b_cos * z[0] - b_sin * z[1], b_cos * z[1] + b_sin * z[0]
+def rotate(z, w):
+    """z w."""
+    return tl.fma(w[0], z[0], -w[1] * z[1]), tl.fma(w[0], z[1], w[1] * z[0])
 
 
 @triton.jit
 def add(z, w):
     return z[0] + w[0], z[1] + w[1]
+
+
+@triton.jit
+def subtract(z, w):
+    return z[0] - w[0], z[1] - w[1]
 
 
 @triton.jit
@@ -32,13 +38,13 @@ def scale(b_a, z):
 @triton.jit
 def dot(z, w):
     """Re(conj(z) w)."""
-    return z[0] * w[0] + z[1] * w[1]
+    return tl.fma(z[0], w[0], z[1] * w[1])
 
 
 @triton.jit
 def cross(z, w):
     """Im(conj(z) w)."""
-    return z[0] * w[1] - z[1] * w[0]
+    return tl.fma(z[0], w[1], -z[1] * w[0])
 
 
 @triton.jit
@@ -92,9 +98,13 @@ def accumulate(sums, terms):
 @triton.jit
 def sigmoid(b_x):
     """sigmoid(x) and 1 - sigmoid(x), neither by cancellation; NaN stays NaN."""
-    # base 2 and the clamp keep both exponential and reciprocal to one instruction, with nothing lost above 2^-115
-    b_x *= -1.4426950408889634
-    b_e = tl.exp2(tl.where(b_x > 115.0, 115.0, b_x))
+    # base 2 and the clamp keep both exponential and reciprocal to one instruction, with nothing lost above 2^-125
+    b_x = tl.clamp(b_x, -87.0, 105.0, propagate_nan=tl.PropagateNan.ALL)
+    b_power = b_x * -1.4426950408889634
+    # what the power loses by rounding grows with x, to 4e-6 of the exponential
+    b_lost = -tl.fma(b_power, 0.6931471805599453, b_x)
+    b_e = tl.exp2(b_power)
+    b_e = tl.fma(b_e, b_lost, b_e)
     b_s = tl.fdiv(1.0, 1.0 + b_e, approx=True) if APPROX else 1.0 / (1.0 + b_e)
     return b_s, b_e * b_s
 
@@ -165,11 +175,11 @@ def load_forget(p_x, b_bias, D: tl.constexpr, mask):
 
 
 @triton.jit
-def load_input(p_x, b_bias, b_bound, D: tl.constexpr, mask):
-    """The decay lambda and what enters the state, (1 - lambda) c."""
-    b_mu, b_nu = load_forget(p_x, b_bias, D, mask)
+def load_input(p_x, b_bias, b_range, D: tl.constexpr, mask):
+    """The rest 1 - lambda that the decay leaves, and what enters the state, (1 - lambda) c."""
+    b_rest = b_range * load_forget(p_x, b_bias, D, mask)[1]
     c = silu_pair(load_pair(p_x, b_bias, 0, D, mask))[0]
-    return b_bound + (1.0 - b_bound) * b_mu, scale((1.0 - b_bound) * b_nu, c)
+    return b_rest, scale(b_rest, c)
 
 
 @triton.jit
@@ -194,6 +204,29 @@ def load_token(p_x, p_dout, b_bias, D: tl.constexpr, FIELDS: tl.constexpr, mask)
 
 
 @triton.jit
-def advance(h, b_decay, u, b_cos, b_sin):
+def load_turns(p_rotation, K: tl.constexpr, D: tl.constexpr, mask):
+    """A token's step of each direction: cos, sin and what the rounding of each left over."""
+    turns = ()
+    for i in tl.static_range(K):
+        turns += (load_rows(p_rotation + 8 * i * D, 4, D, mask),)
+    return turns
+
+
+@triton.jit
+def decayed(b_rest, turn):
+    """lambda e^(i theta), each part rounded once."""
+    return turn[0] + tl.fma(-b_rest, turn[0], turn[2]), turn[1] + tl.fma(-b_rest, turn[1], turn[3])
+
+
+@triton.jit
+def advance(h, b_rest, u, turn):
     """lambda e^(i theta) h + u."""
-    return add(scale(b_decay, rotate(h, b_cos, b_sin)), u)
+    b_a, b_b = decayed(b_rest, turn)
+    return tl.fma(b_a, h[0], tl.fma(-b_b, h[1], u[0])), tl.fma(b_a, h[1], tl.fma(b_b, h[0], u[1]))
+
+
+@triton.jit
+def hand_back(p, b_rest, turn):
+    """lambda e^(-i theta) p: what the adjoint of a state adds to that of the state it was made from."""
+    b_a, b_b = decayed(b_rest, turn)
+    return tl.fma(b_a, p[0], b_b * p[1]), tl.fma(b_a, p[1], -b_b * p[0])

@@ -6,6 +6,9 @@ Backward has the same three steps for the adjoints, whose angles are conjugated 
 reads the input and the states that enter each chunk again, so nothing else is saved and no intermediate reaches
 memory. Sums over tokens (bias, lower bound, theta) leave as one partial sum a program: no atomics, bit-equal repeats.
 
+An error that is the same at every token adds up over all of them. So a state is multiplied by decay exp(i theta)
+rounded once, from 1 - decay, which keeps its digits where the decay is close to 1, and from exp(i theta) in two parts.
+
 An apply kernel needs states that run up the chunk and states that run down it. It sweeps once to keep the ones where
 each group of GT tokens begins, then holds one group at a time: unrolling all 16 tokens instead took 255 registers a
 thread in backward and 70 seconds to compile for sm_80, seven times what 8 tokens took, nearly all of it in triton's
@@ -14,11 +17,11 @@ backward in bf16, of which 14 and 24 are the input and output themselves. Regist
 `aot.py` finds them (bf16, both directions, output gate):
 
     kernel              sm_80  sm_90  sm_100  gfx942  gfx90a
-    forward_aggregate      64     64      66      65      72
-    forward_apply         127    126     121      84      76
-    backward_aggregate     64     64      64      68      71
-    backward_apply        113    115     118     162     154
-    carry                  56     56      56      58      58
+    forward_aggregate      64     64      64      66      70
+    forward_apply         121    123     122      82      68
+    backward_aggregate     72     72      64      67      64
+    backward_apply        121    122     120     158     125
+    carry                  56     56      55      50      50
 
 A complex number is a pair (re, im) of blocks. Names: `i_` index, `o_` offset, `p_` pointer, `b_` block of channels.
 """
@@ -32,13 +35,16 @@ from .triton_blocks import (
     add,
     advance,
     cross,
+    decayed,
     dot,
+    hand_back,
     load_dh,
     load_forget,
     load_input,
     load_pair,
     load_rows,
     load_token,
+    load_turns,
     locate,
     pick,
     put,
@@ -47,6 +53,7 @@ from .triton_blocks import (
     scale,
     sigmoid_pair,
     store_rows,
+    subtract,
     where_inside,
     zero,
 )
@@ -63,9 +70,9 @@ OPTIONS = dict(num_stages=1, enable_fp_fusion=True)
 def forward_aggregate_kernel(
     x,  # (B, T, FIELDS D)
     lower_bound,  # (D,)
-    rotation,  # (K, 2, 2, D): a token's and a chunk's step, cos and sin
+    rotation,  # (K, 2, 4, D): a token's and a chunk's step, [cos | sin | what the rounding of each left over]
     bias,  # (FIELDS D,) or None
-    states,  # (B, chunks, 2K + 1, D): [h | r | product of decays]
+    states,  # (B, chunks, 2K + 1, D): [h | r | 1 - product of decays]
     T,
     D: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -74,35 +81,35 @@ def forward_aggregate_kernel(
     BD: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """What a chunk adds to the states of both directions, and the product of its decays, in one ascending sweep."""
+    """What a chunk adds to the states of both directions, and 1 - the product of its decays, in one ascending sweep."""
     i_c, i_t, left, o_d = locate(T, D, CT, BD)
     mask = o_d < D
     b_bias = None if bias is None else load_rows(bias + o_d, FIELDS, D, mask)
-    b_bound = tl.load(lower_bound + o_d, mask=mask, other=0.0)
-    turn = load_rows(rotation + o_d, 4 * K, D, mask)
+    b_range = 1.0 - tl.load(lower_bound + o_d, mask=mask, other=0.0)
+    turns = load_turns(rotation + o_d, K, D, mask)
     h = zero(BD)
     r = zero(BD)
-    b_product = tl.full([BD], 1.0, tl.float32)
-    weight = (b_product, tl.full([BD], 0.0, tl.float32))
+    b_rests = tl.full([BD], 0.0, tl.float32)
+    weight = (tl.full([BD], 1.0, tl.float32), b_rests)
     for i in range(0, tl.minimum(left, CT), BATCH):
         p_x = x + (i_t + i) * (FIELDS * D) + o_d
         for t in tl.static_range(BATCH):
-            b_decay, u = load_input(p_x + t * FIELDS * D, b_bias, b_bound, D, where_inside(o_d, i + t, left, D))
-            h = advance(h, b_decay, u, turn[0], turn[1])
-            b_product *= b_decay
+            b_rest, u = load_input(p_x + t * FIELDS * D, b_bias, b_range, D, where_inside(o_d, i + t, left, D))
+            h = advance(h, b_rest, u, turns[0])
+            b_rests = tl.fma(b_rest, 1.0 - b_rests, b_rests)
             if K == 2:
                 # the reverse state needs no sweep of its own: u reaches the chunk's first token by the decays before it
-                r = add(r, rotate(u, weight[0], weight[1]))
-                weight = scale(b_decay, rotate(weight, turn[4], turn[5]))
+                r = add(r, rotate(u, weight))
+                weight = rotate(weight, decayed(b_rest, turns[1]))
     store_rows(states + i_c * (2 * K + 1) * D + o_d, h + r if K == 2 else h, D, mask)
-    tl.store(states + (i_c * (2 * K + 1) + 2 * K) * D + o_d, b_product, mask=mask)
+    tl.store(states + (i_c * (2 * K + 1) + 2 * K) * D + o_d, b_rests, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
 def carry_kernel(
-    states,  # (B, chunks, 2K + 1, D), for the products of decays
+    states,  # (B, chunks, 2K + 1, D), for 1 - the product of each chunk's decays
     ends,  # (B, chunks, ROWS, D): what each chunk adds, replaced by the state that enters it
-    rotation,  # (K, 2, 2, D)
+    rotation,  # (K, 2, 4, D)
     T,
     D: tl.constexpr,
     K: tl.constexpr,
@@ -120,30 +127,30 @@ def carry_kernel(
     mask = o_d < D
     CHUNKS = (T + CT - 1) // CT
     descending = i_k == (0 if ADJOINT else 1)
-    b_cos, b_sin = load_rows(rotation + (4 * i_k + 2) * D + o_d, 2, D, mask)
+    turn = load_rows(rotation + (8 * i_k + 4) * D + o_d, 4, D, mask)
     if ADJOINT:
-        b_sin = -b_sin
+        turn = (turn[0], -turn[1], turn[2], -turn[3])
     h = zero(BD)
     for i in range(0, CHUNKS, BATCH):
         # a store keeps later loads from being moved up, so load for several chunks first
-        product, added = (), ()
+        rests, added = (), ()
         for j in tl.static_range(BATCH):
             i_n = tl.minimum(i + j, CHUNKS - 1)
             i_c = i_b * CHUNKS + tl.where(descending, CHUNKS - 1 - i_n, i_n)
-            product += (tl.load(states + (i_c * (2 * K + 1) + 2 * K) * D + o_d, mask=mask, other=0.0),)
+            rests += (tl.load(states + (i_c * (2 * K + 1) + 2 * K) * D + o_d, mask=mask, other=0.0),)
             added += (load_rows(ends + (i_c * ROWS + 2 * i_k) * D + o_d, 2, D, mask),)
         for j in tl.static_range(BATCH):
             i_n = tl.minimum(i + j, CHUNKS - 1)
             i_c = i_b * CHUNKS + tl.where(descending, CHUNKS - 1 - i_n, i_n)
             store_rows(ends + (i_c * ROWS + 2 * i_k) * D + o_d, h, D, where_inside(o_d, i + j, CHUNKS, D))
-            h = advance(h, product[j], added[j], b_cos, b_sin)
+            h = advance(h, rests[j], added[j], turn)
 
 
 @triton.jit(do_not_specialize=["T"])
 def forward_apply_kernel(
     x,  # (B, T, FIELDS D)
     lower_bound,  # (D,)
-    rotation,  # (K, 2, 2, D)
+    rotation,  # (K, 2, 4, D)
     bias,  # (FIELDS D,) or None
     states,  # (B, chunks, 2K + 1, D), entering each chunk
     out,  # (B, T, 2D)
@@ -163,8 +170,8 @@ def forward_apply_kernel(
     i_c, i_t, left, o_d = locate(T, D, CT, BD)
     mask = o_d < D
     b_bias = None if bias is None else load_rows(bias + o_d, FIELDS, D, mask)
-    b_bound = tl.load(lower_bound + o_d, mask=mask, other=0.0)
-    turn = load_rows(rotation + o_d, 4 * K, D, mask)
+    b_range = 1.0 - tl.load(lower_bound + o_d, mask=mask, other=0.0)
+    turns = load_turns(rotation + o_d, K, D, mask)
     state = load_rows(states + i_c * (2 * K + 1) * D + o_d, 2 * K, D, mask)
     h = (state[0], state[1])
     r = zero(BD)
@@ -178,8 +185,8 @@ def forward_apply_kernel(
             p_x = x + (i_t + i * GT) * (FIELDS * D) + o_d
             for t in tl.static_range(GT - 1, -1, -1):
                 inside = where_inside(o_d, i * GT + t, left, D)
-                b_decay, u = load_input(p_x + t * FIELDS * D, b_bias, b_bound, D, inside)
-                r = advance(r, b_decay, u, turn[4], turn[5])
+                b_rest, u = load_input(p_x + t * FIELDS * D, b_bias, b_range, D, inside)
+                r = advance(r, b_rest, u, turns[1])
             ends = put(ends, i - 1, r)
 
     for i in range(groups):
@@ -189,15 +196,15 @@ def forward_apply_kernel(
         held, gates = (), ()
         for t in tl.static_range(GT - 1, -1, -1):
             inside = where_inside(o_d, i * GT + t, left, D)
-            b_decay, u = load_input(p_x + t * FIELDS * D, b_bias, b_bound, D, inside)
+            b_rest, u = load_input(p_x + t * FIELDS * D, b_bias, b_range, D, inside)
             if K == 2:
-                r = advance(r, b_decay, u, turn[4], turn[5])
+                r = advance(r, b_rest, u, turns[1])
             if FIELDS == 5:
                 gates = (load_pair(p_x + t * FIELDS * D, b_bias, 3, D, inside),) + gates
-            held = ((b_decay, u, r),) + held
+            held = ((b_rest, u, r),) + held
         for t in tl.static_range(GT):
-            b_decay, u, r_here = held[t]
-            h = advance(h, b_decay, u, turn[0], turn[1])
+            b_rest, u, r_here = held[t]
+            h = advance(h, b_rest, u, turns[0])
             y = h
             if K == 2:
                 y = add(h, r_here)
@@ -212,7 +219,7 @@ def backward_aggregate_kernel(
     dout,  # (B, T, 2D)
     x,  # (B, T, FIELDS D)
     lower_bound,  # (D,)
-    rotation,  # (K, 2, 2, D)
+    rotation,  # (K, 2, 4, D)
     bias,  # (FIELDS D,) or None
     adjoints,  # (B, chunks, 2K, D): [p | q]
     T,
@@ -227,8 +234,8 @@ def backward_aggregate_kernel(
     i_c, i_t, left, o_d = locate(T, D, CT, BD)
     mask = o_d < D
     b_bias = None if bias is None else load_rows(bias + o_d, FIELDS, D, mask)
-    b_bound = tl.load(lower_bound + o_d, mask=mask, other=0.0)
-    turn = load_rows(rotation + o_d, 4 * K, D, mask)
+    b_range = 1.0 - tl.load(lower_bound + o_d, mask=mask, other=0.0)
+    turns = load_turns(rotation + o_d, K, D, mask)
     p = zero(BD)
     q = zero(BD)
     weight = (tl.full([BD], 1.0, tl.float32), tl.full([BD], 0.0, tl.float32))
@@ -237,39 +244,42 @@ def backward_aggregate_kernel(
         p_dout = dout + (i_t + i) * (2 * D) + o_d
         for t in tl.static_range(BATCH):
             inside = where_inside(o_d, i + t, left, D)
-            b_mu, b_nu = load_forget(p_x + t * FIELDS * D, b_bias, D, inside)
-            b_decay = b_bound + (1.0 - b_bound) * b_mu
+            b_rest = b_range * load_forget(p_x + t * FIELDS * D, b_bias, D, inside)[1]
             dh = load_dh(p_x + t * FIELDS * D, p_dout + t * 2 * D, b_bias, D, FIELDS, inside)[0]
-            weight = scale(b_decay, rotate(weight, turn[0], -turn[1]))
-            p = add(p, rotate(dh, weight[0], weight[1]))
+            weight = hand_back(weight, b_rest, turns[0])
+            p = add(p, rotate(dh, weight))
             if K == 2:
-                q = scale(b_decay, rotate(add(q, dh), turn[4], -turn[5]))
+                q = hand_back(add(q, dh), b_rest, turns[1])
     store_rows(adjoints + i_c * (2 * K) * D + o_d, p + q if K == 2 else p, D, mask)
 
 
 @triton.jit
-def differentiate(token, p, r, r_next, h, q, b_bound, turn, K: tl.constexpr, FIELDS: tl.constexpr):
-    """A token's dx and its terms of the sums [dlower_bound | dtheta | dbias], after moving h and q on to it."""
+def differentiate(token, p, w, h, q, b_bound, turns, K: tl.constexpr, FIELDS: tl.constexpr):
+    """A token's dx and its terms of the sums [dlower_bound | dtheta | dbias], after moving h and q on to it.
+
+    p is the adjoint of the token's forward state, w the next token's reverse state times e^(i theta).
+    """
     forget, c, slope, dh, closed = token
     b_mu, b_nu = forget
+    b_rest = (1.0 - b_bound) * b_nu
+    # dtheta is a multiple of the decay, so here it must not be 1 - rest, which has lost a small decay's digits
     b_decay = b_bound + (1.0 - b_bound) * b_mu
-    b_open = (1.0 - b_bound) * b_nu
-    v = rotate(h, turn[0], turn[1])
-    h = add(scale(b_decay, v), scale(b_open, c))
+    v = rotate(h, turns[0])
+    h = add(v, scale(b_rest, subtract(c, v)))
     b_ddecay = dot(p, v)
     dtheta = (b_decay * cross(v, p),)
     dstate = p
-    y = h
     if K == 2:
-        dstate = add(p, add(q, dh))
-        q = rotate(add(q, dh), turn[4], -turn[5])
-        b_ddecay += dot(q, r_next)
-        q = scale(b_decay, q)
-        dtheta += (cross(r_next, q),)
-        y = add(h, r)
+        q = add(q, dh)
+        b_ddecay += dot(q, w)
+        dtheta += (b_decay * cross(w, q),)
+        dstate = add(p, q)
+        q = hand_back(q, b_rest, turns[1])
+        v = add(v, w)
     b_ddecay -= dot(c, dstate)
-    dx = (b_open * dstate[0] * slope[0], b_open * dstate[1] * slope[1], b_open * b_mu * b_ddecay)
+    dx = (b_rest * dstate[0] * slope[0], b_rest * dstate[1] * slope[1], b_rest * b_mu * b_ddecay)
     if FIELDS == 5:
+        y = add(v, scale(b_rest, subtract(scale(K, c), v)))
         dx += (closed[0] * y[0], closed[1] * y[1])
     return h, q, dx, (b_nu * b_ddecay,) + dtheta + dx
 
@@ -279,7 +289,7 @@ def backward_apply_kernel(
     dout,  # (B, T, 2D)
     x,  # (B, T, FIELDS D)
     lower_bound,  # (D,)
-    rotation,  # (K, 2, 2, D)
+    rotation,  # (K, 2, 4, D)
     bias,  # (FIELDS D,) or None
     states,  # (B, chunks, 2K + 1, D), entering each chunk
     adjoints,  # (B, chunks, 2K, D), entering each chunk
@@ -302,7 +312,8 @@ def backward_apply_kernel(
     mask = o_d < D
     b_bias = None if bias is None else load_rows(bias + o_d, FIELDS, D, mask)
     b_bound = tl.load(lower_bound + o_d, mask=mask, other=0.0)
-    turn = load_rows(rotation + o_d, 4 * K, D, mask)
+    b_range = 1.0 - b_bound
+    turns = load_turns(rotation + o_d, K, D, mask)
     state = load_rows(states + i_c * (2 * K + 1) * D + o_d, 2 * K, D, mask)
     adjoint = load_rows(adjoints + i_c * (2 * K) * D + o_d, 2 * K, D, mask)
     h = (state[0], state[1])
@@ -319,11 +330,11 @@ def backward_apply_kernel(
         p_x = x + (i_t + (i - 1) * GT) * (FIELDS * D) + o_d
         p_dout = dout + (i_t + (i - 1) * GT) * (2 * D) + o_d
         for t in tl.static_range(GT):
-            b_decay, u = load_input(p_x + t * FIELDS * D, b_bias, b_bound, D, mask)
-            h = advance(h, b_decay, u, turn[0], turn[1])
+            b_rest, u = load_input(p_x + t * FIELDS * D, b_bias, b_range, D, mask)
+            h = advance(h, b_rest, u, turns[0])
             if K == 2:
                 dh = load_dh(p_x + t * FIELDS * D, p_dout + t * 2 * D, b_bias, D, FIELDS, mask)[0]
-                q = scale(b_decay, rotate(add(q, dh), turn[4], -turn[5]))
+                q = hand_back(add(q, dh), b_rest, turns[1])
         starts = put(starts, i, h + q)
 
     SUMS: tl.constexpr = 1 + K if bias is None else 1 + K + FIELDS
@@ -339,30 +350,33 @@ def backward_apply_kernel(
         for t in tl.static_range(GT - 1, -1, -1):
             inside = where_inside(o_d, i * GT + t, left, D)
             token = load_token(p_x + t * FIELDS * D, p_dout + t * 2 * D, b_bias, D, FIELDS, inside)
-            b_decay = b_bound + (1.0 - b_bound) * token[0][0]
-            r_next = r
+            b_rest = b_range * token[0][1]
+            w = r
             if K == 2:
-                r = advance(r, b_decay, scale((1.0 - b_bound) * token[0][1], token[1]), turn[4], turn[5])
-            held = ((token, add(p, token[3]), r, r_next),) + held
-            p = scale(b_decay, rotate(add(p, token[3]), turn[0], -turn[1]))
+                w = rotate(r, turns[1])
+                r = advance(r, b_rest, scale(b_rest, token[1]), turns[1])
+            p = add(p, token[3])
+            held = ((token, p, w),) + held
+            p = hand_back(p, b_rest, turns[0])
         for t in tl.static_range(GT):
-            token, dstate, r_here, r_next = held[t]
-            h, q, b_dx, terms = differentiate(token, dstate, r_here, r_next, h, q, b_bound, turn, K, FIELDS)
+            token, p_here, w = held[t]
+            h, q, b_dx, terms = differentiate(token, p_here, w, h, q, b_bound, turns, K, FIELDS)
             total = accumulate(total, terms)
             store_rows(p_dx + t * FIELDS * D, b_dx, D, where_inside(o_d, i * GT + t, left, D))
     store_rows(sums + i_c * SUMS * D + o_d, total, D, mask)
 
 
 def states_shape(B: int, T: int, D: int, K: int) -> tuple[int, int, int, int]:
-    """Shape of what forward saves for backward: the states entering each chunk and the product of its decays."""
+    """Shape of what forward saves for backward: the states entering each chunk and 1 - the product of its decays."""
     return B, (T + CT - 1) // CT, 2 * K + 1, D
 
 
 def token_and_chunk_rotation(theta: torch.Tensor) -> torch.Tensor:
-    """cos and sin of theta and of CT theta, computed in float64: (K, 2, 2, D) in float32."""
+    """cos and sin of theta and of CT theta, each pair followed by what its rounding left over: (K, 2, 4, D)."""
     steps = torch.arange(1, CT + 1, CT - 1, dtype=torch.float64, device=theta.device)
     angle = theta[:, None] * steps[:, None]  # (K, 2, D)
-    return torch.stack((angle.cos(), angle.sin()), dim=2).float()
+    exact = torch.stack((angle.cos(), angle.sin()), dim=2)
+    return torch.cat((exact.float(), (exact - exact.float()).float()), dim=2)
 
 
 def warps(lanes: int, channels_a_thread: int) -> int:
@@ -446,5 +460,5 @@ def backward(
         launch(carry_kernel, B * K * blocks, 1, states, adjoints, rotation, **ends, **shape)
         inputs += (states, adjoints, dx, sums)
         launch(backward_apply_kernel, B * chunks * blocks, 1, *inputs, GT=GT["backward"], **x_shape)
-    dlower_bound, dtheta, dbias = (part.sum(0) for part in sums.split(rows, dim=1))
+    dlower_bound, dtheta, dbias = (part.sum(0, dtype=torch.float64).float() for part in sums.split(rows, dim=1))
     return dx, dbias.flatten(), dlower_bound.flatten(), dtheta

@@ -52,7 +52,7 @@ def check_traffic(report):
     for target in ("sm_80", "gfx942"):
         # reads c and f, bias and parameters once a chunk of 16; writes two states and the product of decays
         aggregate = by_name["forward_aggregate", target]
-        assert aggregate["loads"] == 3 + (3 + 1 + 4) / 16 and aggregate["stores"] == 5 / 16
+        assert aggregate["loads"] == 3 + (3 + 1 + 8) / 16 and aggregate["stores"] == 5 / 16
         assert aggregate["bytes"] == 3 * 2 + 5 * 4 / 16
         # writes dx, and a sum for each of its five fields, the lower bound and two angles
         apply = by_name["backward_apply", target]
