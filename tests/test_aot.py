@@ -32,6 +32,15 @@ def test_report(tmp_path, monkeypatch, capsys):
     check_that_a_broken_bar_fails(report, monkeypatch, capsys)
 
 
+def test_float32(tmp_path):
+    """Wider loads and stores may need more registers than those of bf16."""
+    result = run([*AOT, "--target", "sm_80", "--dtype", "fp32", "--json"], TRITON_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    kernels = json.loads(result.stdout)["kernels"]
+    assert len(kernels) == 4 * 2 * 2 + 2 * 2
+    assert all(kernel["dtype"] == "fp32" and kernel["failures"] == [] for kernel in kernels)
+
+
 def check_bars(report):
     kernels = report["kernels"]
     # aggregate and apply of both steps with and without gate, carry and its adjoint, in one and two directions
