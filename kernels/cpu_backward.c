@@ -9,6 +9,7 @@ enum { LOWER_BOUND = 5, THETA, SUMS = THETA + 2 };
 /* a token on the way back: its part in the sweeps, and the slopes that turn their results into dx */
 typedef struct {
     token gates;
+    real decay[BLOCK];                            /* with its digits also where it is close to 0 */
     real slope_forget[BLOCK], slope_bound[BLOCK]; /* of the decay, by the forget gate's x and by the lower bound */
     state c, slope_c;                             /* SiLU of the input, and its derivative */
     state dstate, slope_g; /* g dout, the gradient of h + r; dout dg / dx, to be multiplied by h + r */
@@ -24,6 +25,7 @@ static inline void record_input(tape *restrict at, const elem *restrict x, const
         at->gates.rest[d] = rest;
         at->gates.input.re[d] = rest * c_re;
         at->gates.input.im[d] = rest * c_im;
+        at->decay[d] = c->lower_bound[d] + (1 - c->lower_bound[d]) * forget.on;
         at->slope_forget[d] = rest * forget.on;
         at->slope_bound[d] = forget.off;
         at->c.re[d] = c_re;
@@ -88,7 +90,8 @@ static inline void differentiate(elem *restrict dx, real (*restrict sums)[BLOCK]
                                  const rotation *restrict turn, shape s) {
     const real directions = (real)s.K;
     for (int d = 0; d < BLOCK; d++) {
-        real rest = at->gates.rest[d], in_re = at->gates.input.re[d], in_im = at->gates.input.im[d];
+        real decay = at->decay[d], rest = at->gates.rest[d];
+        real in_re = at->gates.input.re[d], in_im = at->gates.input.im[d];
         real h_re = at->turned.re[d], h_im = at->turned.im[d];
         real r_re = turn[1].high.re[d] * r->re[d] - turn[1].high.im[d] * r->im[d];
         real r_im = turn[1].high.re[d] * r->im[d] + turn[1].high.im[d] * r->re[d];
@@ -107,10 +110,10 @@ static inline void differentiate(elem *restrict dx, real (*restrict sums)[BLOCK]
         sums[C_IM][d] += dc_im;
         sums[FORGET][d] += dforget;
         sums[LOWER_BOUND][d] += ddecay * at->slope_bound[d];
-        sums[THETA][d] += (1 - rest) * (p_im * h_re - p_re * h_im);
-        sums[THETA + 1][d] += (1 - rest) * (q_im * r_re - q_re * r_im);
-        both->re[d] = (1 - rest) * (h_re + r_re) + directions * in_re;
-        both->im[d] = (1 - rest) * (h_im + r_im) + directions * in_im;
+        sums[THETA][d] += decay * (p_im * h_re - p_re * h_im);
+        sums[THETA + 1][d] += decay * (q_im * r_re - q_re * r_im);
+        both->re[d] = decay * (h_re + r_re) + directions * in_re;
+        both->im[d] = decay * (h_im + r_im) + directions * in_im;
 
         real a = decayed(rest, turn[0].high.re[d], turn[0].low.re[d]);
         real b = decayed(rest, turn[0].high.im[d], turn[0].low.im[d]);

@@ -107,6 +107,13 @@ def test_large_inputs():
     check(*make_inputs(2, 70, 8, scale=30))
 
 
+def test_gates_that_forget_nearly_everything():
+    """A decay of 1e-7 counts with all its digits, and not as what is left of 1 - (1 - decay)."""
+    x, bias, lower_bound, theta, dout = make_inputs(2, 3, 4)
+    x[..., 8:12] = -16
+    check(x, None, torch.zeros_like(lower_bound), theta, dout)
+
+
 @pytest.mark.parametrize("K", [1, 2])
 @pytest.mark.parametrize("T", [1, 33, 196, 4 * CHUNK + 1])
 def test_one_batch_row_is_shared_out_by_chunks(T, K):

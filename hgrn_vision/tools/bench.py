@@ -26,7 +26,7 @@ EXAMPLE = "hgrn-vision bench --sizes 224 384 --output runs/bench"
 MODELS = ["hgrn_deit_tiny_patch16_224", "hgrn_deit_small_patch16_224"]
 PEERS = ["deit_tiny_patch16_224", "deit_small_patch16_224"]
 TASKS = ("inference", "latency", "training")
-HEADER = f"{'model':36}      task  size batch  images/s    peer  ratio  share     MB   peer"
+COLUMNS = {"task": 10, "size": 6, "batch": 6, "images/s": 10, "peer": 8, "ratio": 7, "share": 7, "MB": 7, "peer MB": 9}
 Step = Callable[[], object]
 
 
@@ -74,9 +74,7 @@ def run(args: argparse.Namespace) -> int:
         keep_freed_memory()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"{where}, {args.dtype}, {choose(device, dtype)} backend, best of interleaved runs")
-    print(
-        f"{'':36}{'task':>10}{'size':>6}{'batch':>6}{'images/s':>10}{'peer':>8}{'ratio':>7}{'share':>7}{'MB':>7}{'peer':>7}"
-    )
+    print(f"{'':36}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
     rows = []
     for name, peer, task, size, batch in tqdm(settings, disable=not sys.stderr.isatty(), unit="line"):
         rows.append(measure(name, peer, task, size, batch, device, dtype, args.seconds))
@@ -250,11 +248,9 @@ def _status(field: str) -> int:
 
 
 def _line(row: Row) -> str:
-    return (
-        f"{row.model:36}{row.task:>10}{row.size:>6}{row.batch:>6}{row.images_per_second:>10.1f}"
-        f"{row.peer_images_per_second:>8.1f}{row.ratio:>6.2f}x{row.share_of_products:>7.0%}"
-        f"{row.memory_mb:>7.0f}{row.peer_memory_mb:>7.0f}"
-    )
+    cells = [row.task, row.size, row.batch, f"{row.images_per_second:.1f}", f"{row.peer_images_per_second:.1f}"]
+    cells += [f"{row.ratio:.2f}x", f"{row.share_of_products:.0%}", f"{row.memory_mb:.0f}", f"{row.peer_memory_mb:.0f}"]
+    return f"{row.model:36}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
 
 
 def _write_table(path: Path, rows: list[Row]) -> None:
