@@ -34,7 +34,7 @@ ARGUMENTS = {
     "cpu_forward.c": {"scan_forward": (9, 0, 7)},
     "cpu_backward.c": {"scan_backward": (12, 0, 7)},
     "cpu_glu.c": {"glu_forward": (3, 0, 3), "glu_backward": (6, 0, 3)},
-    "cpu_block.c": {"block_forward": (7, 3, 12)},
+    "cpu_block.c": {"block_forward": (8, 3, 12)},
 }
 FLAGS = (
     "-O3",
@@ -151,36 +151,58 @@ class BlockWeights(NamedTuple):
     fc2_bias: torch.Tensor
 
 
-def has_block(D: int, dtype: torch.dtype) -> bool:
-    """Whether block_forward can run for such a width and dtype here."""
-    return D % BLOCK == 0 and dtype in PRODUCTS and _products(dtype) is not None
+def has_block(x: torch.Tensor) -> bool:
+    """Whether block_forward can run for such tokens x (B, T, D) here, and is faster than the layers one by one."""
+    B, T, D = x.shape
+    # each thread reads all weights, which for wide layers takes longer than the work on few tokens
+    if D % BLOCK or x.dtype not in PRODUCTS or (D > 256 and torch.get_num_threads() * 64 > B * T):
+        return False
+    return B * T > 0 and _products(x.dtype) is not None
 
 
 def block_forward(x: torch.Tensor, weights: BlockWeights, eps: tuple[float, float, float]) -> torch.Tensor:
     """A block of x (B, T, D) with an output gate, a hidden layer of any width, and the epsilons of its three norms."""
+    x, weights = x.contiguous(), BlockWeights(*[weight.contiguous() for weight in weights])
+    out = torch.empty(x.shape, dtype=x.dtype)
+    start = 0
+    for images, group, slices in _shares(*x.shape[:2], torch.get_num_threads()):
+        _run_block(out[start : start + images], x[start : start + images], weights, eps, group, slices)
+        start += images
+    return out
+
+
+def _shares(B: int, T: int, threads: int) -> list[tuple[int, int, int]]:
+    """How a batch is shared out: images, how many a thread takes at once, 0 if all share each, and its slices."""
+    # small images go together, so that a product has enough rows, but no thread is left without
+    most = max(1, SLICE // 2 // T)
+    group = -(-B // (threads * -(-B // (threads * most))))
+    units = -(-B // group)
+    slices = -(-T // SLICE)
+    # whole images are faster, as nobody waits for others in between, but only where they go round
+    if -(-units // threads) * threads <= 1.1 * units:
+        return [(B, group, slices)]
+    shares = [(B - B % threads, 1, slices), (B % threads, 0, -(-slices // threads) * threads)]
+    return [share for share in shares if share[0]]
+
+
+def _run_block(out: torch.Tensor, x: torch.Tensor, weights: BlockWeights, eps, group: int, slices: int) -> None:
     B, T, D = x.shape
     H, K, length = weights.fc2_weight.shape[1], weights.theta.shape[0], chunk_length(T)
     # all of them also for few tokens: in a team of one, the products would start threads of their own
     threads, chunks = torch.get_num_threads(), -(-T // length)
-    # whole images are faster, as nobody waits for others in between, where they can be shared evenly
-    by_image = -(-B // threads) * threads <= 1.1 * B
-    slices = -(-T // SLICE)
-    if not by_image:
-        slices = -(-slices // threads) * threads
     per_slice = -(-chunks // min(slices, chunks))
-    # for few slices it is quicker to let each product pack its weight by itself
-    per_linear = _packed_size(x.dtype, D, H, per_slice * length) if B * slices >= 4 * threads else 0
-    per_thread = per_slice * length * (max(2 * D, H) + 2 * max(D, H))
+    rows = per_slice * length * max(group, 1)
+    # for few products it is quicker to let each pack its weight by itself
+    packs = B * slices >= 4 * threads * max(group, 1)
+    per_linear = _packed_size(x.dtype, D, H, rows) if packs else 0
+    per_thread = rows * (max(2 * D, H) + 2 * max(D, H))
     per_image = 8 * T * D + chunks * (1 + 2 * K) * D
-    packed = torch.empty(4 * per_linear, dtype=x.dtype)
-    room = torch.empty(threads * per_thread + (threads if by_image else B) * per_image, dtype=x.dtype)
-    out = torch.empty(B, T, D, dtype=x.dtype)
-    kept = [tensor.contiguous() for tensor in weights]
-    pointers = (ctypes.c_void_p * len(kept))(*[tensor.data_ptr() for tensor in kept])
-    tensors = x.contiguous(), pointers, _products(x.dtype), _channels(weights.lower_bound), packed, room, out
-    sizes = B, T, D, H, K, length, per_slice, per_linear, per_thread, per_image, by_image
-    _call("block_forward", x, *tensors, *eps, *sizes, threads)
-    return out
+    sizes = 4 * per_linear, threads * per_thread, (threads * group or B) * per_image
+    rooms = [torch.empty(size, dtype=x.dtype) for size in sizes]
+    pointers = (ctypes.c_void_p * len(weights))(*[weight.data_ptr() for weight in weights])
+    tensors = x, pointers, _products(x.dtype), _channels(weights.lower_bound), *rooms, out
+    integers = B, T, D, H, K, length, per_slice, group, per_linear, per_thread, per_image, threads
+    _call("block_forward", x, *tensors, *eps, *integers)
 
 
 class Products(ctypes.Structure):

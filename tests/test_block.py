@@ -13,7 +13,7 @@ from hgrn_vision.layers import Hgru
 
 REASON = cpu_scan.unavailable()
 pytestmark = pytest.mark.skipif(
-    bool(REASON) or not cpu_scan.has_block(32, torch.float32), reason=f"no kernel for blocks here: {REASON}"
+    bool(REASON) or not cpu_scan.has_block(torch.empty(1, 1, 32)), reason=f"no kernel for blocks here: {REASON}"
 )
 
 
@@ -73,6 +73,8 @@ def error(got, want):
         (2, 300, 96, 64, True),
         (3, 37, 64, 100, False),
         (9, 65, 32, 100, True),
+        (23, 16, 64, 128, True),
+        (2, 600, 32, 64, True),
     ],
 )
 def test_matches_the_definition(calls, threads, B, T, D, H, bidirectional):
@@ -81,10 +83,24 @@ def test_matches_the_definition(calls, threads, B, T, D, H, bidirectional):
     want = expected(block, x, lower_bound)
     for number in (1, 2, 3, 8):
         threads(number)
+        calls.clear()
         assert error(block(x, lower_bound), want) <= 2e-6
         assert error(block.double()(x.double(), lower_bound.double()), want) <= 1e-12
         block.float()
-    assert len(calls) == 8
+        assert len(calls) == 2
+
+
+@pytest.mark.parametrize("B", [1, 2, 3, 5, 8, 23, 128])
+@pytest.mark.parametrize("T", [1, 16, 49, 196, 600])
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_every_image_is_in_one_share(B, T, threads):
+    shares = cpu_scan._shares(B, T, threads)
+    assert sum(images for images, _, _ in shares) == B
+    for images, group, slices in shares:
+        assert group <= images and (group < 2 or slices == 1 and group * T <= cpu_scan.SLICE)
+        # nobody waits long for others: in rounds of threads, most of them have something to do
+        units = -(-images // group) if group else images * slices
+        assert -(-units // threads) * threads <= 1.1 * units
 
 
 def test_takes_any_strides(calls):
@@ -106,7 +122,7 @@ def test_stays_within_its_buffers(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", guarded_empty)
     assert torch.equal(block(x, lower_bound), want)
-    assert len(made) == 4 and all((m[:128] == 12345).all() and (m[128 + n :] == 12345).all() for m, n in made)
+    assert len(made) == 5 and all((m[:128] == 12345).all() and (m[128 + n :] == 12345).all() for m, n in made)
 
 
 def test_nan_is_not_hidden():
@@ -194,10 +210,10 @@ def test_without_a_product_to_call(calls, monkeypatch):
 def test_a_product_is_tried_before_it_is_used(monkeypatch, library):
     cpu_scan._products.cache_clear()
     monkeypatch.setattr(cpu_scan.ctypes, "CDLL", lambda path: SimpleNamespace(**library))
-    assert not cpu_scan.has_block(64, torch.float32)
+    assert not cpu_scan.has_block(torch.empty(2, 9, 64))
     cpu_scan._products.cache_clear()
     monkeypatch.undo()
-    assert cpu_scan.has_block(64, torch.float32)
+    assert cpu_scan.has_block(torch.empty(2, 9, 64))
 
 
 @pytest.mark.parametrize("options", [dict(proj_drop=0.5), dict(drop_path=0.5)], ids=str)
