@@ -5,7 +5,7 @@ from timm.layers import DropPath
 from torch import nn
 from torch.nn.modules import module
 
-from .backend import kernels, needs_dispatcher, resolve
+from .backend import needs_dispatcher, resolve
 from .layers import DeferredBiasLinear, Glu, Hgru, ResidualLinear
 
 
@@ -43,10 +43,12 @@ class Block(nn.Module):
         """The output from a kernel for the whole block, or None where the layers have to run one by one."""
         if torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy) or needs_dispatcher(x):
             return None
-        if resolve(x, self.mixer.backend) != "cpu" or torch.is_autocast_enabled("cpu"):
+        if x.dim() != 3 or resolve(x, self.mixer.backend) != "cpu" or torch.is_autocast_enabled("cpu"):
             return None
-        mixer, mlp, kernel = self.mixer, self.mlp, kernels("cpu")
-        if not kernel.has_block(x) or not self.is_plain():
+        from .kernels import cpu_block
+
+        mixer, mlp = self.mixer, self.mlp
+        if not cpu_block.has_block(x) or not self.is_plain():
             return None
         layers = self.norm1, mixer.in_proj, mixer.norm, mixer.out_proj, self.norm2, mlp.fc1, mlp.fc2
         weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
@@ -56,7 +58,7 @@ class Block(nn.Module):
         if needs_dispatcher(*weights):
             return None
         eps = self.norm1.eps, mixer.norm.eps, self.norm2.eps
-        return kernel.block_forward(x, kernel.BlockWeights(*weights), eps)
+        return cpu_block.block_forward(x, cpu_block.BlockWeights(*weights), eps)
 
     def is_plain(self) -> bool:
         """Whether each layer is what it was built as, and nobody watches or replaces what it does."""

@@ -1,12 +1,12 @@
-/* A whole HGRN block on CPUs without its intermediate tensors, for inference; cpu_scan.py launches it.
+/* A whole HGRN block on CPUs without its intermediate tensors, for inference; cpu_block.py launches it.
  *
  *   x = x + out_proj(norm(scan(in_proj(norm1(x)))))
  *   x = x + fc2(glu(fc1(norm2(x))))
  *
  * All but the scan works on one token at a time: a thread takes a slice of tokens from norm1 to the scan's first step,
  * and again from its last step to the end, and what it needs in between stays in its core's cache. Slices are whole
- * chunks of one image, or several small images. The products are those of the BLAS library that torch uses; if it is MKL, weights are brought
- * into the order in which it multiplies once and not for each slice. */
+ * chunks of one image, or several small images. The products are those of the BLAS library that torch uses; if it is
+ * MKL, weights are brought into the order in which it multiplies once and not for each slice. */
 #include "cpu_scan.h"
 
 #include <math.h>

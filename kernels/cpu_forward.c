@@ -205,7 +205,8 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
 }
 
 /* x (B, T, rows, D), lower_bound (D), theta (K, D), bias (rows, D), states (B, chunks, 2K, D), out (B, T, 2, D);
- * room to work in: c (D / BLOCK), tokens (threads, or D / BLOCK if B is 1, T), decays (B, chunks, D); D is a multiple of BLOCK */
+ * room to work in: c (D / BLOCK), tokens (threads, or D / BLOCK if B is 1, T), decays (B, chunks, D); D is a multiple
+ * of BLOCK */
 void scan_forward(const elem *x, const real *lower_bound, const real *theta, const real *bias, channels *c,
                   token *tokens, real *decays, real *states, elem *out, int64_t B, int64_t T, int64_t D, int64_t rows,
                   int64_t K, int64_t length, int64_t threads) {

@@ -101,8 +101,8 @@ static inline void advance(state *restrict h, const token *restrict at, const ro
 void make_channels(channels *c, const real *lower_bound, const real *theta, const real *bias, shape s);
 
 /* From the states that chunks end with when none enters them to those that enter them, in place: `states` (chunks,
- * stride) of one direction, in the order of `step`, 1 or -1. `decays` (chunks, D) are the products of the chunks' decays,
- * `sign` is that of the angle. */
+ * stride) of one direction, in the order of `step`, 1 or -1. `decays` (chunks, D) are the products of the chunks'
+ * decays, `sign` is that of the angle. */
 void carry(real *states, int64_t stride, const real *decays, const rotation *turn, int step, int sign, shape s);
 
 /* The three steps of forward for BLOCK channels of one batch row. x and out are those of chunk i, tokens (T), decays

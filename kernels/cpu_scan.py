@@ -1,4 +1,4 @@
-"""Launchers of the fused CPU kernels: the HGRU scan, the GLU's activation, and a whole block in inference.
+"""Launchers of the fused CPU kernels for the HGRU scan and for the GLU's activation.
 
 The kernels are plain C (cpu_*.c), compiled on first use, once for each dtype, and called through ctypes. They share the
 OpenMP runtime that torch has loaded and use torch.get_num_threads() threads; results do not depend on that number.
@@ -9,7 +9,6 @@ import ctypes
 import functools
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -21,13 +20,10 @@ BLOCK = 32
 CHUNK = 32
 # rows of a work unit of the GLU
 ROWS = 16
-# tokens that a thread takes through a block at once: fewer make the products slower, more leave the cache
-SLICE = 512
 # gradients summed over tokens and batch: five biases, the lower bound, two angles
 SUMS = 8
 
 DTYPES = {torch.float32: "HGRN_F32", torch.float64: "HGRN_F64", torch.bfloat16: "HGRN_BF16"}
-PRODUCTS = {torch.float32: "sgemm_", torch.float64: "dgemm_"}  # in the Fortran interface of BLAS
 FOLDER = Path(__file__).resolve().parent
 # of each function: pointers, reals, then integers
 ARGUMENTS = {
@@ -79,8 +75,8 @@ def forward(
     decays = torch.empty(B, states.shape[1], _padded(D), dtype=real)
     tokens = torch.empty(_padded(D) // BLOCK if B == 1 else _threads(x), T, 3 * BLOCK, dtype=real)
     inputs = _pad(x, D), *_constants(lower_bound, theta, bias, rows)
-    room = _channels(lower_bound), tokens, decays
-    _call("scan_forward", x, *inputs, *room, states, out, B, T, _padded(D), rows, K, chunk_length(T), _threads(x))
+    room = channels_room(lower_bound), tokens, decays
+    call("scan_forward", x, *inputs, *room, states, out, B, T, _padded(D), rows, K, chunk_length(T), _threads(x))
     return _crop(out, D), states
 
 
@@ -103,8 +99,8 @@ def backward(
     partial = torch.empty(B, chunks, SUMS, _padded(D), dtype=real)
     sums = torch.empty(SUMS, _padded(D), dtype=real)
     inputs = _pad(dout, D), _pad(x, D), *_constants(lower_bound, theta, bias, rows), states.contiguous()
-    room = _channels(lower_bound), decays, adjoints, partial
-    _call("scan_backward", x, *inputs, *room, dx, sums, B, T, _padded(D), rows, K, chunk_length(T), _threads(x))
+    room = channels_room(lower_bound), decays, adjoints, partial
+    call("scan_backward", x, *inputs, *room, dx, sums, B, T, _padded(D), rows, K, chunk_length(T), _threads(x))
     # each its own memory: the results of an operator may not share any
     dbias = sums[:rows, :D].flatten().clone() if bias is not None else torch.empty(0, dtype=sums.dtype)
     return _crop(dx, D), dbias, sums[5, :D].clone(), sums[6 : 6 + K, :D].clone()
@@ -114,7 +110,7 @@ def glu_forward(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """SiLU(a) * v with [a | v] = x + bias, x (..., 2H)."""
     H = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], H, dtype=x.dtype)
-    _call("glu_forward", x, x.contiguous(), _bias(bias, x), out, x.numel() // (2 * H), H, _threads(x))
+    call("glu_forward", x, x.contiguous(), _bias(bias, x), out, x.numel() // (2 * H), H, _threads(x))
     return out
 
 
@@ -126,124 +122,11 @@ def glu_backward(dout: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None)
     biases = _bias(bias, x)
     dbias = torch.empty(2 * H, dtype=biases.dtype)
     partial = torch.empty(-(-N // ROWS), 2 * H, dtype=biases.dtype)
-    _call("glu_backward", x, dout.contiguous(), x.contiguous(), biases, partial, dx, dbias, N, H, _threads(x))
+    call("glu_backward", x, dout.contiguous(), x.contiguous(), biases, partial, dx, dbias, N, H, _threads(x))
     return dx, dbias.to(bias.dtype) if bias is not None else torch.empty(0, dtype=dbias.dtype)
 
 
-class BlockWeights(NamedTuple):
-    """The weights of a block in the order of the C kernel; those of products are (out, in)."""
-
-    norm1_weight: torch.Tensor
-    norm1_bias: torch.Tensor
-    in_weight: torch.Tensor
-    in_bias: torch.Tensor
-    lower_bound: torch.Tensor
-    theta: torch.Tensor
-    norm_weight: torch.Tensor
-    norm_bias: torch.Tensor
-    out_weight: torch.Tensor
-    out_bias: torch.Tensor
-    norm2_weight: torch.Tensor
-    norm2_bias: torch.Tensor
-    fc1_weight: torch.Tensor
-    fc1_bias: torch.Tensor
-    fc2_weight: torch.Tensor
-    fc2_bias: torch.Tensor
-
-
-def has_block(x: torch.Tensor) -> bool:
-    """Whether block_forward can run for such tokens x (B, T, D) here, and is faster than the layers one by one."""
-    B, T, D = x.shape
-    # each thread reads all weights, which for wide layers takes longer than the work on few tokens
-    if D % BLOCK or x.dtype not in PRODUCTS or (D > 256 and torch.get_num_threads() * 64 > B * T):
-        return False
-    return B * T > 0 and _products(x.dtype) is not None
-
-
-def block_forward(x: torch.Tensor, weights: BlockWeights, eps: tuple[float, float, float]) -> torch.Tensor:
-    """A block of x (B, T, D) with an output gate, a hidden layer of any width, and the epsilons of its three norms."""
-    x, weights = x.contiguous(), BlockWeights(*[weight.contiguous() for weight in weights])
-    out = torch.empty(x.shape, dtype=x.dtype)
-    start = 0
-    for images, group, slices in _shares(*x.shape[:2], torch.get_num_threads()):
-        _run_block(out[start : start + images], x[start : start + images], weights, eps, group, slices)
-        start += images
-    return out
-
-
-def _shares(B: int, T: int, threads: int) -> list[tuple[int, int, int]]:
-    """How a batch is shared out: images, how many a thread takes at once, 0 if all share each, and its slices."""
-    # small images go together, so that a product has enough rows, but no thread is left without
-    most = max(1, SLICE // 2 // T)
-    group = -(-B // (threads * -(-B // (threads * most))))
-    units = -(-B // group)
-    slices = -(-T // SLICE)
-    # whole images are faster, as nobody waits for others in between, but only where they go round
-    if -(-units // threads) * threads <= 1.1 * units:
-        return [(B, group, slices)]
-    shares = [(B - B % threads, 1, slices), (B % threads, 0, -(-slices // threads) * threads)]
-    return [share for share in shares if share[0]]
-
-
-def _run_block(out: torch.Tensor, x: torch.Tensor, weights: BlockWeights, eps, group: int, slices: int) -> None:
-    B, T, D = x.shape
-    H, K, length = weights.fc2_weight.shape[1], weights.theta.shape[0], chunk_length(T)
-    # all of them also for few tokens: in a team of one, the products would start threads of their own
-    threads, chunks = torch.get_num_threads(), -(-T // length)
-    per_slice = -(-chunks // min(slices, chunks))
-    rows = per_slice * length * max(group, 1)
-    # for few products it is quicker to let each pack its weight by itself
-    packs = B * slices >= 4 * threads * max(group, 1)
-    per_linear = _packed_size(x.dtype, D, H, rows) if packs else 0
-    per_thread = rows * (max(2 * D, H) + 2 * max(D, H))
-    per_image = 8 * T * D + chunks * (1 + 2 * K) * D
-    sizes = 4 * per_linear, threads * per_thread, (threads * group or B) * per_image
-    rooms = [torch.empty(size, dtype=x.dtype) for size in sizes]
-    pointers = (ctypes.c_void_p * len(weights))(*[weight.data_ptr() for weight in weights])
-    tensors = x, pointers, _products(x.dtype), _channels(weights.lower_bound), *rooms, out
-    integers = B, T, D, H, K, length, per_slice, group, per_linear, per_thread, per_image, threads
-    _call("block_forward", x, *tensors, *eps, *integers)
-
-
-class Products(ctypes.Structure):
-    """The matrix products of the BLAS library that torch uses; the last three are MKL's, or null."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in ("gemm", "pack", "compute", "packed_size")]
-
-
-@functools.cache
-def _products(dtype: torch.dtype) -> Products | None:
-    """The library's products, or None where they cannot be found or used."""
-    try:
-        library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
-        gemm = getattr(library, PRODUCTS[dtype])
-    except (StopIteration, OSError, AttributeError):
-        return None
-    a, b, got = torch.randn(5, 3, dtype=dtype), torch.randn(4, 3, dtype=dtype), torch.ones(5, 4, dtype=dtype)
-    one = ctypes.byref((ctypes.c_double if dtype == torch.float64 else ctypes.c_float)(1))
-    n, m, k = (ctypes.byref(ctypes.c_int64(size)) for size in (4, 5, 3))
-    p_a, p_b, p_got = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, got))
-    gemm(b"T", b"N", n, m, k, one, p_b, k, p_a, k, one, p_got, n)
-    if not torch.allclose(got, a @ b.t() + 1):
-        return None
-    names = [PRODUCTS[dtype] + name for name in ("pack_", "compute_", "pack_get_size_")]
-    packing = [getattr(library, name, None) for name in names]
-    return Products(*[ctypes.cast(function, ctypes.c_void_p) for function in [gemm, *packing * all(packing)]])
-
-
-@functools.cache
-def _packed_size(dtype: torch.dtype, D: int, H: int, n: int) -> int:
-    """Elements of the largest packed weight of a block for products of n tokens."""
-    address = _products(dtype).packed_size
-    if not address:
-        return 0
-    size = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_char_p, *[ctypes.POINTER(ctypes.c_int64)] * 3)(address)
-    shapes = (5 * D, D), (D, 2 * D), (2 * H, D), (D, H)
-    bytes_needed = max(size(b"A", *[ctypes.c_int64(side) for side in (width, n, k)]) for width, k in shapes)
-    return -(-bytes_needed // 64) * 64 // dtype.itemsize  # whole cache lines
-
-
-def _call(name: str, like: torch.Tensor, *args: torch.Tensor | float) -> None:
+def call(name: str, like: torch.Tensor, *args: torch.Tensor | float) -> None:
     """Call a C function, compiled for the dtype of `like`."""
     library = _library(like.dtype)
     if isinstance(library, str):
@@ -263,7 +146,7 @@ def _threads(x: torch.Tensor) -> int:
     return torch.get_num_threads() if x.numel() >= 32768 else 1
 
 
-def _channels(like: torch.Tensor) -> torch.Tensor:
+def channels_room(like: torch.Tensor) -> torch.Tensor:
     """Room for what the kernels keep about each channel: five biases, the lower bound, two rotations of four parts."""
     return torch.empty(14, _padded(like.shape[0]), dtype=like.dtype)
 
@@ -301,7 +184,8 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The kernels for a dtype, or the reason why there are none."""
     if sys.platform == "win32":
         return "they are not built on Windows"
-    sources = [name for name in ARGUMENTS if dtype in PRODUCTS or name != "cpu_block.c"]
+    # torch's library has no such product of bf16
+    sources = [name for name in ARGUMENTS if dtype != torch.bfloat16 or name != "cpu_block.c"]
     try:
         flags = [*FLAGS, f"-D{DTYPES[dtype]}"]
         library = find_or_build([FOLDER / name for name in sources], sorted(FOLDER.glob("*.h")), flags)

@@ -61,7 +61,7 @@ LAYERS = [  # (files, what of the project they may import)
     ("hgrn_vision/recompute.py", ()),
     ("hgrn_vision/layers.py", ("scan", "backend", "glu", "recompute", "kernels/torch_scan")),
     ("hgrn_vision/weights.py", ()),
-    ("hgrn_vision/block.py", ("layers", "backend")),
+    ("hgrn_vision/block.py", ("layers", "backend", "kernels/cpu_block")),
     ("hgrn_vision/hgrn.py", ("block", "layers", "weights")),
     ("hgrn_vision/report/*.py", ("report",)),
     ("hgrn_vision/train/*.py", ("train", "report", "version")),
