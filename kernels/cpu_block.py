@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,9 @@ from .cpu_scan import BLOCK, call, channels_room, chunk_length
 
 # tokens that a thread takes through a block at once: fewer make the products slower, more leave the cache
 SLICE = 512
+# bytes of memory to work in that a thread holds on to between blocks, at most
+KEPT = 2**28
+_kept = threading.local()
 PRODUCTS = {torch.float32: "sgemm_", torch.float64: "dgemm_"}  # in the Fortran interface of BLAS
 
 
@@ -48,14 +52,22 @@ def block_forward(x: torch.Tensor, weights: BlockWeights, eps: tuple[float, floa
     """A block of x (B, T, D) with an output gate, a hidden layer of any width, and the epsilons of its three norms."""
     x, weights = x.contiguous(), BlockWeights(*[weight.contiguous() for weight in weights])
     shares = [_Share(x, weights, *share) for share in _shares(*x.shape[:2], torch.get_num_threads())]
-    # before the output, so that it goes where that of the block before was
-    room = torch.empty(max(sum(share.rooms) for share in shares), dtype=x.dtype)
+    room = _room(max(sum(share.rooms) for share in shares), x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype)
     start = 0
     for share in shares:
         share.run(out[start:], x[start:], weights, eps, room)
         start += share.images
     return out
+
+
+def _room(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory to work in; this thread's next block finds it mapped and in cache, unless it is large."""
+    room = getattr(_kept, "room", None)
+    if room is None or room.dtype != dtype or room.numel() < size:
+        room = torch.empty(size, dtype=dtype)
+        _kept.room = room if room.nbytes <= KEPT else None
+    return room
 
 
 def _shares(B: int, T: int, threads: int) -> list[tuple[int, int, int]]:

@@ -1,3 +1,5 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -120,9 +122,28 @@ def test_stays_within_its_buffers(monkeypatch):
         made.append((memory, shape.numel()))
         return memory[128 : 128 + shape.numel()].view(shape)
 
+    monkeypatch.setattr(cpu_block, "_kept", threading.local())
     monkeypatch.setattr(torch, "empty", guarded_empty)
     assert torch.equal(block(x, lower_bound), want)
     assert len(made) == 3 and all((m[:128] == 12345).all() and (m[128 + n :] == 12345).all() for m, n in made)
+
+
+def test_memory_is_kept_for_the_next_block_unless_it_is_large(monkeypatch):
+    monkeypatch.setattr(cpu_block, "_kept", threading.local())
+    large, small = cpu_block._room(1000, torch.float32), cpu_block._room(900, torch.float32)
+    assert large.data_ptr() == small.data_ptr()
+    assert cpu_block._room(10, torch.float64).dtype == torch.float64
+    monkeypatch.setattr(cpu_block, "KEPT", 1000)
+    cpu_block._room(1000, torch.float32)
+    assert cpu_block._kept.room is None
+
+
+def test_threads_do_not_share_their_memory():
+    block, x, lower_bound = make_block(), torch.randn(16, 2, 50, 64), torch.rand(64)
+    want = [block(image, lower_bound) for image in x]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda image: block(image, lower_bound), x))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_nan_is_not_hidden():

@@ -61,6 +61,15 @@ def test_float_tiff_with_nan_is_refused():
         open_image(data)
 
 
+def test_the_limit_that_refused_a_picture_is_named(monkeypatch):
+    data = encode(Image.fromarray(noise()), "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(BadImage, match="^more than 200 pixels"):
+        open_image(data, max_pixels=10**9)
+    with pytest.raises(BadImage, match="^more than 50 pixels"):
+        open_image(data, max_pixels=50)
+
+
 def test_alpha_lies_over_white():
     rgba = np.dstack([noise(), np.tile(np.arange(0, 256, 8, dtype=np.uint8), (24, 1))])
     share = rgba[..., 3:] / 255

@@ -36,7 +36,8 @@ def open_image(source: str | os.PathLike | bytes | BinaryIO | Image.Image, max_p
     except UnidentifiedImageError:
         raise BadImage("not a picture in a known format") from None
     except Image.DecompressionBombError:
-        raise BadImage(f"more than {max_pixels:,} pixels") from None
+        # Pillow has a limit of its own, whatever is allowed here: twice the level at which it warns
+        raise BadImage(f"more than {min(max_pixels, 2 * Image.MAX_IMAGE_PIXELS):,} pixels") from None
     except OSError as error:
         raise BadImage(_one_line(error.strerror or error)) from error
     # decoders meet broken files with whatever goes wrong inside them: SyntaxError, struct.error, IndexError, ...
