@@ -70,6 +70,11 @@ def _room(size: int, dtype: torch.dtype) -> torch.Tensor:
     return room
 
 
+def release_memory() -> None:
+    """Give back the memory that this thread has kept for its next block."""
+    _kept.room = None
+
+
 def _shares(B: int, T: int, threads: int) -> list[tuple[int, int, int]]:
     """How a batch is shared out: images, how many a thread takes at once, 0 if all share each, and its slices."""
     # small images go together, so that a product has enough rows, but no thread is left without

@@ -132,6 +132,8 @@ def test_memory_is_kept_for_the_next_block_unless_it_is_large(monkeypatch):
     monkeypatch.setattr(cpu_block, "_kept", threading.local())
     large, small = cpu_block._room(1000, torch.float32), cpu_block._room(900, torch.float32)
     assert large.data_ptr() == small.data_ptr()
+    cpu_block.release_memory()
+    assert cpu_block._kept.room is None
     assert cpu_block._room(10, torch.float64).dtype == torch.float64
     monkeypatch.setattr(cpu_block, "KEPT", 1000)
     cpu_block._room(1000, torch.float32)
@@ -219,6 +221,14 @@ def test_where_it_is_used(calls, threads):
     with torch.inference_mode():
         model(x)
     assert len(calls) == 24
+    # what was made in inference mode is of use outside it
+    cpu_block.release_memory()
+    with torch.inference_mode():
+        want = model(x).clone()
+    with torch.no_grad():
+        assert torch.equal(model(x), want)
+    assert torch.equal(model.requires_grad_(False)(x), want)
+    assert len(calls) == 60
 
 
 def test_without_a_product_to_call(calls, monkeypatch):

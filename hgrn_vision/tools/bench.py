@@ -18,6 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..backend import choose
+from ..kernels import cpu_block
 from ..report.speed import plot_speed
 from ..train.memory import keep_freed_memory
 from .output import check_free, whole_file
@@ -233,6 +234,7 @@ def peak_memory(step: Step, device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) - held
     try:
         # give freed memory back to the system and let it count its peak anew
+        cpu_block.release_memory()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         held = _status("VmRSS")
