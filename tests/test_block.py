@@ -247,6 +247,14 @@ def test_a_product_is_tried_before_it_is_used(monkeypatch, library):
     assert cpu_block.has_block(torch.empty(2, 9, 64))
 
 
+def test_trying_the_product_leaves_random_numbers_alone():
+    """A resumed run tries it at another moment than one that was never stopped, and must stay equal to it."""
+    state = torch.get_rng_state()
+    cpu_block._products.cache_clear()
+    assert cpu_block.has_block(torch.empty(2, 9, 64))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("options", [dict(proj_drop=0.5), dict(drop_path=0.5)], ids=str)
 def test_dropout_that_is_left_on_in_evaluation_has_an_effect(options):
     block, x, lower_bound = make_block(**options), torch.randn(8, 9, 64), torch.rand(64)
