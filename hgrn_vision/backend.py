@@ -119,11 +119,11 @@ def _resolve(name: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def needs_dispatcher(*tensors: torch.Tensor | None) -> bool:
-    """Whether an operation on these tensors must be seen by autograd, a compiler, a mode or a transform.
+    """Whether an operation on these tensors must be seen by autograd, a compiler, a tracer, a mode or a transform.
 
     If not, its kernel can be called at once: PyTorch's dispatcher costs as much as the scan of a small image.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
         return True
     if torch._C._are_functorch_transforms_active():
         return True

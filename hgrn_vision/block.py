@@ -53,12 +53,11 @@ class Block(nn.Module):
         layers = self.norm1, mixer.in_proj, mixer.norm, mixer.out_proj, self.norm2, mlp.fc1, mlp.fc2
         weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
         weights[4:4] = lower_bound, mixer.theta
-        if any(weight is None or weight.dtype != x.dtype or weight.device != x.device for weight in weights):
+        if any(weight is None or weight.device != x.device for weight in weights) or needs_dispatcher(*weights):
             return None
-        if needs_dispatcher(*weights):
-            return None
+        weights = cpu_block.BlockWeights(*weights)
         eps = self.norm1.eps, mixer.norm.eps, self.norm2.eps
-        return cpu_block.block_forward(x, cpu_block.BlockWeights(*weights), eps)
+        return cpu_block.block_forward(x, weights, eps) if cpu_block.fits(x, weights) else None
 
     def is_plain(self) -> bool:
         """Whether each layer is what it was built as, and nobody watches or replaces what it does."""

@@ -39,6 +39,14 @@ class BlockWeights(NamedTuple):
     fc2_bias: torch.Tensor
 
 
+def fits(x: torch.Tensor, weights: BlockWeights) -> bool:
+    """Whether the weights have the dtype and the shapes that tokens x (B, T, D) need; the kernel trusts them."""
+    D, H, K = x.shape[-1], weights.fc2_weight.shape[-1], weights.theta.shape[0]
+    shapes = [(D,), (D,), (5 * D, D), (5 * D,), (D,), (K, D), (2 * D,), (2 * D,), (D, 2 * D), (D,)]
+    shapes += [(D,), (D,), (2 * H, D), (2 * H,), (D, H), (D,)]
+    return K in (1, 2) and all(w.shape == s and w.dtype == x.dtype for w, s in zip(weights, shapes, strict=True))
+
+
 def has_block(x: torch.Tensor) -> bool:
     """Whether block_forward can run for such tokens x (B, T, D) here, and is faster than the layers one by one."""
     B, T, D = x.shape

@@ -188,6 +188,24 @@ def test_layers_run_one_by_one_when_it_would_be_noticed(calls, change):
     assert not calls
 
 
+@pytest.mark.parametrize("name, shape", [("mlp.fc1", (64, 64)), ("mixer.out_proj", (64, 64)), ("norm2", (32,))])
+def test_weights_of_a_wrong_shape_are_an_error_as_from_any_layer(calls, name, shape):
+    block = make_block()
+    block.get_submodule(name).weight = nn.Parameter(torch.randn(shape), requires_grad=False)
+    with pytest.raises((RuntimeError, ValueError)):
+        block(torch.randn(2, 9, 64), torch.rand(64))
+    with pytest.raises((RuntimeError, ValueError)):
+        make_block()(torch.randn(2, 9, 96), torch.rand(64))
+    assert not calls
+
+
+def test_traces_record_the_operations_whatever_backend_is_asked_for():
+    block, x, lower_bound = make_block(), torch.randn(2, 9, 64), torch.rand(64)
+    with hgrn_vision.set_backend("cpu"), torch.no_grad():
+        traced = torch.jit.trace(block, (torch.randn(2, 9, 64), lower_bound), check_trace=False)
+        torch.testing.assert_close(traced(x, lower_bound), block(x, lower_bound))
+
+
 def test_hooks_are_called_once_for_each_layer(calls):
     block, seen = make_block(), []
     x, lower_bound = torch.randn(2, 9, 64), torch.rand(64)
