@@ -21,6 +21,9 @@ def glu(x: torch.Tensor, bias: torch.Tensor | None, backend: str | None = None) 
     """
     if torch.jit.is_scripting():
         return _plain(x, bias)
+    if x.shape[-1] % 2 or (bias is not None and bias.shape != x.shape[-1:]):
+        got = None if bias is None else tuple(bias.shape)
+        raise ValueError(f"glu: x must be (..., 2H) with a bias (2H,), got {tuple(x.shape)} with a bias {got}")
     backend = resolve(x, backend)
     # elsewhere there is no kernel of its own: a compiled model fuses the plain operations itself
     if bias is None or backend != "cpu":

@@ -108,6 +108,13 @@ def test_kernels_run_with_and_without_gradients(monkeypatch):
     assert sorted(calls[4:]) == sorted(["backward", "glu_backward", "glu_forward"] * 2)
 
 
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+@pytest.mark.parametrize("width, bias", [(10, 8), (10, 1), (9, 9)])
+def test_glu_refuses_a_bias_of_another_width(name, width, bias):
+    with pytest.raises(ValueError, match=rf"glu: .* got \(2, {width}\) with a bias \({bias},\)"):
+        glu(torch.randn(2, width), torch.randn(bias), name)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_operators_pass_pytorchs_checks(dtype):
     args = inputs(2, 35, 5, 2, 5, dtype=dtype)
