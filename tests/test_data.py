@@ -19,10 +19,13 @@ import torch
 from PIL import Image
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from hgrn_vision.train.augment import BatchTransform, eval_transform, own_generators, seed_generators, train_transform
-from hgrn_vision.train.config import DataSpec, TrainConfig
-from hgrn_vision.train.data import Split, open_splits, open_validation, steps_per_epoch, stratified_holdout
-from hgrn_vision.train.loaders import EvalLoader, TrainLoader, balanced_order, epoch_order
+from hgrn_vision.data.indexed import balanced_order, epoch_order
+from hgrn_vision.data.loaders import EvalLoader, TrainLoader
+from hgrn_vision.data.spec import DataSettings, DataSpec
+from hgrn_vision.data.splits import Split, open_splits, open_validation, steps_per_epoch, stratified_holdout
+from hgrn_vision.data.transforms import BatchTransform, eval_transform, train_transform
+from hgrn_vision.randomness import own_generators, seed_generators
+from hgrn_vision.train.config import TrainConfig
 
 SPEC = DataSpec((3, 8, 8), (0.5, 0.4, 0.3), (0.3, 0.2, 0.1), "bicubic", 1.0)
 SMALL = dict(batch_size=64, micro_batch=16, workers=0)
@@ -74,7 +77,7 @@ def test_digits_are_split_by_class_and_not_by_seed():
 
 
 def test_digits_carry_their_attribution():
-    with np.load(importlib.resources.files("hgrn_vision.train") / "digits.npz") as arrays:
+    with np.load(importlib.resources.files("hgrn_vision.data") / "digits.npz") as arrays:
         assert "Alpaydin" in str(arrays["attribution"]) and "CC BY 4.0" in str(arrays["attribution"])
         assert arrays["images"].shape == (1797, 8, 8) and arrays["images"].max() == 16
 
@@ -577,9 +580,10 @@ def test_an_error_elsewhere_is_not_held_up_by_workers(tmp_path):
     """They ignore others' signals, but the interpreter ends its workers by one before it waits for them."""
     program = tmp_path / "program.py"
     program.write_text(
-        "from hgrn_vision.train.config import DataSpec, TrainConfig\n"
-        "from hgrn_vision.train.data import open_splits\n"
-        "from hgrn_vision.train.loaders import EvalLoader, TrainLoader\n"
+        "from hgrn_vision.data.spec import DataSpec\n"
+        "from hgrn_vision.train.config import TrainConfig\n"
+        "from hgrn_vision.data.splits import open_splits\n"
+        "from hgrn_vision.data.loaders import EvalLoader, TrainLoader\n"
         "config = TrainConfig(batch_size=64, micro_batch=16, workers=1)\n"
         "spec = DataSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3, 'bicubic', 1.0)\n"
         "train, validation = open_splits(config)\n"
@@ -650,3 +654,25 @@ def test_webdataset_streams(tmp_path):
     with pytest.raises(ValueError, match="label 2 in data with 2 classes"):
         next(narrow.epoch(0))
     narrow.close()
+
+
+def test_the_data_are_of_use_without_training():
+    code = (
+        "import sys, types\n"
+        "from hgrn_vision.data.loaders import EvalLoader\n"
+        "from hgrn_vision.data.spec import DataSpec\n"
+        "from hgrn_vision.data.splits import open_validation\n"
+        "settings = types.SimpleNamespace(data='digits', dataset='', holdout=0.2, eval_images=None, max_pixels=10**6,\n"
+        "    train_split='train', val_split='validation', micro_batch=32, workers=0, device='cpu')\n"
+        "validation = open_validation(settings, [str(digit) for digit in range(10)])\n"
+        "spec = DataSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3, 'bicubic', 1.0)\n"
+        "print(sum(len(batch.targets) for batch in EvalLoader(validation, settings, spec)))\n"
+        "print([name for name in sys.modules if name.startswith('hgrn_vision.train')])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["359", "[]"]
+
+
+def test_a_run_has_all_the_settings_that_data_ask_for():
+    settings = TrainConfig()
+    assert all(hasattr(settings, name) for name in DataSettings.__annotations__)

@@ -12,9 +12,9 @@ from PIL import Image
 from saved_models import CLASSES, save_model, write_picture
 
 from hgrn_vision.cli import main
+from hgrn_vision.data.splits import stratified_holdout
 from hgrn_vision.report.confusion import confusion_figure
 from hgrn_vision.tools.evaluate import FILES, Results, calibration_error, measure
-from hgrn_vision.train.data import stratified_holdout
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hgrn_vision.train.images import BadImage, open_image
+from hgrn_vision.data.images import BadImage, open_image
 
 
 def encode(image: Image.Image, format: str, **options) -> bytes:

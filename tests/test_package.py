@@ -63,13 +63,16 @@ LAYERS = [  # (files, what of the project they may import)
     ("hgrn_vision/weights.py", ()),
     ("hgrn_vision/block.py", ("layers", "backend", "kernels/cpu_block")),
     ("hgrn_vision/hgrn.py", ("block", "layers", "weights")),
+    ("hgrn_vision/randomness.py", ()),
+    ("hgrn_vision/data/*.py", ("data", "randomness")),
     ("hgrn_vision/report/*.py", ("report",)),
-    ("hgrn_vision/train/*.py", ("train", "report", "version")),
+    ("hgrn_vision/train/*.py", ("train", "data", "report", "randomness", "version")),
     (
         "hgrn_vision/tools/*.py",
         (
             "tools",
             "train",
+            "data",
             "report",
             "scan",
             "backend",

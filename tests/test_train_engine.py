@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from training import SMALL, Setup, digits
 
+from hgrn_vision.data.transforms import BatchTransform
+from hgrn_vision.randomness import fold, seed_all
 from hgrn_vision.train import trackers
-from hgrn_vision.train.augment import BatchTransform
 from hgrn_vision.train.build import build_model, data_spec, load_body
-from hgrn_vision.train.config import TrainConfig, fold
+from hgrn_vision.train.config import TrainConfig
 from hgrn_vision.train.distributed import World, check_ranks, start
-from hgrn_vision.train.engine import Engine, seed_all
+from hgrn_vision.train.engine import Engine
 from hgrn_vision.train.evaluation import evaluate
 from hgrn_vision.train.faults import OutOfMemory, smaller_micro_batch
 from hgrn_vision.train.records import export_model

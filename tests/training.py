@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
+from hgrn_vision.data.loaders import EvalLoader, TrainLoader
+from hgrn_vision.data.splits import open_splits, steps_per_epoch
 from hgrn_vision.train.build import build_model, data_spec, describe_model
 from hgrn_vision.train.config import TrainConfig, from_mapping
-from hgrn_vision.train.data import open_splits, steps_per_epoch
 from hgrn_vision.train.distributed import World
 from hgrn_vision.train.engine import Engine
-from hgrn_vision.train.loaders import EvalLoader, TrainLoader
 from hgrn_vision.train.recipes import RECIPES
 
 SMALL = {"patch_size": 2, "embed_dim": 16, "depth": 2}

@@ -5,8 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
+from ..data.splits import Split, open_splits
 from ..train.config import from_mapping
-from ..train.data import Split, open_splits
 from ..train.recipes import RECIPES
 
 EXAMPLE = "hgrn-vision digits digits/"

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from ..data.splits import Split, open_validation
 from ..report.confusion import confusion_figure
 from ..train.config import TrainConfig
-from ..train.data import Split, open_validation
 from .inference import Answer, add_inference_arguments, classify
 from .loading import load_model
 from .output import check_free, printable, whole_file

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from ..data.images import MAX_PIXELS, BadImage, open_image
 from ..report.analysis import evidence_figure, gate_figure, mixing_figure, to_png
 from ..report.explanation import ExplainedImage, Explanation, render_explanation
-from ..train.images import MAX_PIXELS, BadImage, open_image
 from .analysis import GateStatistics, evidence, mixing_strength
 from .inference import at_least_one
 from .loading import LoadedModel, load_model

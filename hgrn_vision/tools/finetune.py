@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from ..data.splits import Split, open_splits
 from ..train.config import TrainConfig, from_mapping, read_yaml
-from ..train.data import Split, open_splits
 from ..train.observer import Outcome
 from ..train.run import train
 from ..train.small_data import (

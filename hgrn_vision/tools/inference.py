@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..train.images import MAX_PIXELS, BadImage
+from ..data.images import MAX_PIXELS, BadImage
 from .loading import LoadedModel
 
 Item = TypeVar("Item")

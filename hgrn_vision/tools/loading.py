@@ -19,10 +19,10 @@ from torch import nn
 
 from hgrn_vision import load_checkpoint
 
+from ..data.spec import DataSpec
+from ..data.transforms import eval_transform
 from ..train import checkpoint
-from ..train.augment import eval_transform
 from ..train.build import rebuild_model
-from ..train.config import DataSpec
 from ..train.distributed import choose_device
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pth")

@@ -14,9 +14,9 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from ..data.images import BadImage, open_image
+from ..data.sources import EXTENSIONS, MORE_EXTENSIONS
 from ..report.gallery import Gallery, thumbnail
-from ..train.images import BadImage, open_image
-from ..train.sources import EXTENSIONS, MORE_EXTENSIONS
 from .inference import Answer, add_inference_arguments, at_least_one, classify
 from .loading import load_model
 from .output import STDOUT, check_free, printable, whole_file

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..train.data import Split
-from ..train.images import BadImage
-from ..train.sources import EXTENSIONS, MORE_EXTENSIONS
+from ..data.images import BadImage
+from ..data.sources import EXTENSIONS, MORE_EXTENSIONS
+from ..data.splits import Split
 from .output import printable
 
 LOOKED_AT = 5000  # pictures; of more, as many are drawn

@@ -16,7 +16,9 @@ from timm.task import ClassificationTask, FeatureDistillationTask, LogitDistilla
 from timm.task.task import TrainingTask
 from torch import nn
 
-from .config import DataSpec, TrainConfig, fold, from_mapping
+from ..data.spec import DataSpec
+from ..randomness import fold
+from .config import TrainConfig, from_mapping
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,16 +1,15 @@
 """The settings of a run: one dataclass, from which the flags, config.yaml and the check of a resumed run all follow."""
 
-import hashlib
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import yaml
 
-from .images import MAX_PIXELS
+from ..data.images import MAX_PIXELS
 
 
 def recipe(default: Any, help: str) -> Any:
@@ -28,16 +27,6 @@ def _field(default: Any, help: str, kind: str) -> Any:
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-class DataSpec(NamedTuple):
-    """What the model expects of its pixels."""
-
-    input_size: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    interpolation: str
-    crop_pct: float
 
 
 @dataclass(frozen=True)
@@ -273,9 +262,3 @@ def recipe_changes(old: Mapping[str, Any], new: TrainConfig) -> dict[str, tuple[
     mapping = to_mapping(new)
     names = [item.name for item in fields(new) if item.metadata["kind"] == "recipe" and item.name in old]
     return {name: (old[name], mapping[name]) for name in names if old[name] != mapping[name]}
-
-
-def fold(*numbers: int) -> int:
-    """One 63-bit seed from several integers, the same on every machine."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

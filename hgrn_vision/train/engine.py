@@ -1,23 +1,23 @@
 """One optimizer step, and everything that has to be in a checkpoint."""
 
 import math
-import random
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from .augment import BatchTransform
+from ..data.batches import MicroBatch
+from ..data.spec import DataSpec
+from ..data.transforms import BatchTransform
+from ..randomness import fold, seed_all
 from .build import autocast, build_optimizer, build_scheduler, build_task, precision
-from .config import DataSpec, TrainConfig, fold
+from .config import TrainConfig
 from .distributed import World
 from .faults import memory_advice
-from .workers import MicroBatch
 
 # options of an optimizer that the settings decide, not the checkpoint
 FROM_SETTINGS = ("lr", "initial_lr", "lr_scale", "weight_decay", "betas", "eps", "momentum")
@@ -62,15 +62,6 @@ class StepResult:
     loss: float
     applied: bool
     bad: bool  # left out for a reason that counts, which an overflow that the fp16 scaler cures does not
-
-
-def seed_all(seed: int, device: torch.device) -> None:
-    """Seed every generator that mixup, erasing and drop path draw from."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
 
 
 class Engine:

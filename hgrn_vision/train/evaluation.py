@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from .augment import BatchTransform
+from ..data.batches import BadRecord, EvalBatch
+from ..data.loaders import EvalLoader
+from ..data.transforms import BatchTransform
 from .build import autocast
 from .config import TrainConfig
 from .distributed import World
 from .faults import memory_advice
-from .loaders import EvalLoader
-from .workers import BadRecord, EvalBatch
 
 
 @dataclass

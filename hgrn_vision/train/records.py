@@ -17,9 +17,9 @@ import torch
 from timm.models import save_for_hf
 from torch import nn
 
+from ..data.batches import BadRecord
 from ..version import __version__
 from .config import TrainConfig
-from .workers import BadRecord
 
 COLUMNS = (
     "epoch",

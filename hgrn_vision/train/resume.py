@@ -4,9 +4,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ..data.splits import Split, Stream
 from .checkpoint import Checkpoints
 from .config import TrainConfig, recipe_changes
-from .data import Split, Stream
 from .distributed import World
 from .engine import Engine
 

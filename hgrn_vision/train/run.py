@@ -9,22 +9,22 @@ from typing import Any, Literal
 
 import torch
 
+from ..data.batches import BadRecord
+from ..data.loaders import EvalLoader, TrainLoader
+from ..data.splits import open_splits, steps_per_epoch
 from .build import build_model, data_spec, describe_model, load_body
 from .checkpoint import Checkpoints
 from .config import TrainConfig, to_mapping, to_yaml
-from .data import open_splits, steps_per_epoch
 from .distributed import World, check_ranks, start
 from .engine import Engine, Progress
 from .evaluation import Evaluation, evaluate
 from .faults import Diverged, StopRequest
-from .loaders import EvalLoader, TrainLoader
 from .memory import keep_freed_memory
 from .observer import Observer, Outcome
 from .records import BadImages, export_model, peak_memory, versions, write_log, write_text
 from .resume import check_same_run, find_best, restore
 from .summary import measure_gates, write_summary
 from .trackers import check_trackers, open_trackers
-from .workers import BadRecord
 
 _logger = logging.getLogger(__name__)
 

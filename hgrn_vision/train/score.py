@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .augment import BatchTransform
+from ..data.loaders import EvalLoader
+from ..data.splits import open_validation
+from ..data.transforms import BatchTransform
 from .build import data_spec, rebuild_model
 from .checkpoint import Checkpoints, read
 from .config import TrainConfig, from_mapping
-from .data import open_validation
 from .distributed import start
 from .evaluation import Evaluation, evaluate
-from .loaders import EvalLoader
 
 
 @dataclass(frozen=True)

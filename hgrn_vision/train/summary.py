@@ -7,14 +7,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..data.batches import BadRecord
+from ..data.images import BadImage
+from ..data.spec import DataSpec
+from ..data.splits import Split, Stream
+from ..data.transforms import BatchTransform, eval_transform
 from ..report import GateLayer, Mistake, ReportData, write_report
-from .augment import BatchTransform, eval_transform
-from .config import DataSpec, TrainConfig, to_mapping
-from .data import Split, Stream
+from .config import TrainConfig, to_mapping
 from .engine import Progress
 from .evaluation import Evaluation
-from .images import BadImage
-from .workers import BadRecord
 
 MISTAKES = 24
 GATE_IMAGES = 64

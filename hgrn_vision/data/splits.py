@@ -11,9 +11,9 @@ from PIL import Image
 from timm.data.readers import create_reader
 
 from . import sources
-from .config import TrainConfig
 from .images import MAX_PIXELS, BadImage, open_image
 from .sources import Listing, Source
+from .spec import DataSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Stream:
         return min(self.reader.num_samples, self.limit or self.reader.num_samples)
 
 
-def open_splits(config: TrainConfig) -> tuple[Split | Stream, Split | Stream]:
+def open_splits(config: DataSettings) -> tuple[Split | Stream, Split | Stream]:
     """The training and the validation images, their classes matched by name."""
     if config.dataset.startswith(STREAMS):
         if config.balance:
@@ -92,7 +92,7 @@ def open_splits(config: TrainConfig) -> tuple[Split | Stream, Split | Stream]:
     return train.subset(kept), _limit(train.subset(held_out, "validation"), config)
 
 
-def open_validation(config: TrainConfig, class_names: list[str]) -> Split | Stream:
+def open_validation(config: DataSettings, class_names: list[str]) -> Split | Stream:
     """The validation images alone, for a model that knows `class_names`.
 
     Images that come without splits are all taken, unless the config holds some out.
@@ -108,7 +108,7 @@ def open_validation(config: TrainConfig, class_names: list[str]) -> Split | Stre
     return _limit(everything, config)
 
 
-def steps_per_epoch(train: Split | Stream, config: TrainConfig) -> int:
+def steps_per_epoch(train: Split | Stream, config: DataSettings) -> int:
     """Optimizer steps in an epoch; images that do not fill a last batch wait for another epoch's order."""
     steps = len(train) // config.batch_size
     if not steps:
@@ -137,19 +137,19 @@ def stratified_holdout(labels: np.ndarray, fraction: float, seed: int = 0) -> tu
     return np.setdiff1d(np.arange(len(labels)), held_out), held_out
 
 
-def _where(config: TrainConfig) -> str:
+def _where(config: DataSettings) -> str:
     return " ".join(part for part in (config.dataset, config.data) if part) or "digits"
 
 
-def _is_digits(config: TrainConfig) -> bool:
+def _is_digits(config: DataSettings) -> bool:
     return not config.dataset and config.data in ("", "digits")
 
 
-def _holdout(config: TrainConfig) -> float:
+def _holdout(config: DataSettings) -> float:
     return config.holdout or (0.2 if _is_digits(config) else 0.0)
 
 
-def _list_both(config: TrainConfig) -> tuple[Listing, Listing | None]:
+def _list_both(config: DataSettings) -> tuple[Listing, Listing | None]:
     validation = _list(config, "validation")
     if validation is None and not _holdout(config):
         raise ValueError(
@@ -159,7 +159,7 @@ def _list_both(config: TrainConfig) -> tuple[Listing, Listing | None]:
     return _list(config, "train"), validation
 
 
-def _list(config: TrainConfig, split: str) -> Listing | None:
+def _list(config: DataSettings, split: str) -> Listing | None:
     """The images of one split; None for a validation split that has to be held out of the training images."""
     name = config.train_split if split == "train" else config.val_split
     if config.dataset:
@@ -183,7 +183,7 @@ def _list(config: TrainConfig, split: str) -> Listing | None:
     return None
 
 
-def _list_named(config: TrainConfig, split: str) -> Listing:
+def _list_named(config: DataSettings, split: str) -> Listing:
     """A split of a data set that timm knows by a prefix."""
     options = {"download": config.download or None, "input_key": config.input_key, "target_key": config.target_key}
     options = {key: value for key, value in options.items() if value}
@@ -204,7 +204,7 @@ def _list_file(path: Path, split: str) -> Listing | None:
     return listing if part is None and split == "train" else part
 
 
-def _match(listing: Listing, name: str, class_names: list[str], config: TrainConfig) -> Split:
+def _match(listing: Listing, name: str, class_names: list[str], config: DataSettings) -> Split:
     """The images whose class is among `class_names`, labelled by its number there."""
     number = {class_name: i for i, class_name in enumerate(class_names)}
     numbers = np.array([number.get(class_name, -1) for class_name in listing.class_names])
@@ -232,14 +232,14 @@ def _some(names) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _limit(validation: Split, config: TrainConfig) -> Split:
+def _limit(validation: Split, config: DataSettings) -> Split:
     """At most config.eval_images images, drawn from all classes."""
     if not config.eval_images or config.eval_images >= len(validation):
         return validation
     return validation.subset(np.sort(np.random.RandomState(0).permutation(len(validation))[: config.eval_images]))
 
 
-def _read_classes(config: TrainConfig) -> list[str] | None:
+def _read_classes(config: DataSettings) -> list[str] | None:
     """Class names from config.classes: a text file with one a line, or just their number."""
     if not config.classes:
         return None
@@ -252,7 +252,7 @@ def _read_classes(config: TrainConfig) -> list[str] | None:
     return names
 
 
-def _open_stream(config: TrainConfig, name: str, class_names: list[str] | None) -> Stream:
+def _open_stream(config: DataSettings, name: str, class_names: list[str] | None) -> Stream:
     """A split of a data set that can only be read in turn."""
     training = name == "train"
     options = {"input_key": config.input_key or None, "target_key": config.target_key or None}
@@ -277,7 +277,7 @@ def _open_stream(config: TrainConfig, name: str, class_names: list[str] | None) 
     return Stream(name, reader, class_names, None if training else config.eval_images, config.max_pixels)
 
 
-def _stream_classes(reader: Any, config: TrainConfig) -> list[str]:
+def _stream_classes(reader: Any, config: DataSettings) -> list[str]:
     features = getattr(getattr(getattr(reader, "builder", None), "info", None), "features", None) or {}
     names = getattr(features.get(config.target_key or "label"), "names", None)
     if not names:

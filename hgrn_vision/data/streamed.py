@@ -7,11 +7,13 @@ import torch
 from PIL import Image
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .augment import eval_transform, seed_generators, train_transform
-from .config import DataSpec, TrainConfig, fold
-from .data import Stream
+from ..randomness import fold, seed_generators
+from .batches import BadRecord, EvalBatch, MicroBatch, eval_batch
 from .images import BadImage, open_image
-from .workers import BadRecord, EvalBatch, MicroBatch, WorkerLoader, data_loader, eval_batch
+from .spec import DataSettings, DataSpec
+from .splits import Stream
+from .transforms import eval_transform, train_transform
+from .workers import WorkerLoader, data_loader
 
 
 def readable(stream: Stream, samples: Iterator, bad: list[BadRecord]) -> Iterator[tuple[Image.Image, int]]:
@@ -40,7 +42,7 @@ def without_end(stream: Stream) -> Iterator:
 class StreamedMicroBatches(IterableDataset):
     """One worker's micro-batches; each sample is augmented from a seed of worker and count."""
 
-    def __init__(self, train: Stream, config: TrainConfig, spec: DataSpec, rank: int):
+    def __init__(self, train: Stream, config: DataSettings, spec: DataSpec, rank: int):
         self.train, self.config, self.rank = train, config, rank
         self.transform = train_transform(config, spec)
         self.epoch = self.rollbacks = 0
@@ -68,7 +70,7 @@ class StreamedMicroBatches(IterableDataset):
 class StreamedEpochs:
     """Epochs over images that come in turn."""
 
-    def __init__(self, train: Stream, config: TrainConfig, spec: DataSpec, rank: int):
+    def __init__(self, train: Stream, config: DataSettings, spec: DataSpec, rank: int):
         self.config, self.batches = config, StreamedMicroBatches(train, config, spec, rank)
         self.loader: WorkerLoader | None = None
 
@@ -94,7 +96,7 @@ class StreamedEpochs:
 class StreamedEvalBatches(IterableDataset):
     """One rank's batches of a validation stream: every rank reads all of it and keeps each world_size-th image."""
 
-    def __init__(self, validation: Stream, config: TrainConfig, spec: DataSpec, rank: int, world_size: int):
+    def __init__(self, validation: Stream, config: DataSettings, spec: DataSpec, rank: int, world_size: int):
         self.validation, self.config, self.spec = validation, config, spec
         self.rank, self.world_size = rank, world_size
         self.transform = eval_transform(spec)

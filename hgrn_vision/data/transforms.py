@@ -1,11 +1,8 @@
 """Augmentation, all of it timm's: of single images in the loader processes, of whole micro-batches on the device."""
 
-import contextlib
 import itertools
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from PIL import Image
 from timm.data import Mixup, create_transform
@@ -14,30 +11,10 @@ from timm.data.mixup import mixup_target
 from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import Compose, Grayscale
 
-from .config import DataSpec, TrainConfig
+from .spec import DataSettings, DataSpec
 
 
-@contextlib.contextmanager
-def own_generators() -> Iterator[None]:
-    """Inside, random, numpy and torch (CPU) may be seeded at will; their states come back after."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
-def seed_generators(seed: int) -> None:
-    """Let the draws of random, numpy and torch (CPU) that follow depend on `seed` alone."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # not torch.manual_seed: before CUDA is initialised it keeps a list of every call
-    torch.default_generator.manual_seed(seed)
-
-
-def train_transform(config: TrainConfig, spec: DataSpec) -> Callable[[Image.Image], torch.Tensor]:
+def train_transform(config: DataSettings, spec: DataSpec) -> Callable[[Image.Image], torch.Tensor]:
     """Random crop, flips and auto-augment policy: RGB image -> uint8 (C, H, W)."""
     return _transform(
         spec,
@@ -90,7 +67,7 @@ def _posterize(image: Image.Image, bits: int, **options) -> Image.Image:
 class BatchTransform:
     """What happens to a micro-batch on the device: normalisation, random erasing, mixup or cutmix, soft targets."""
 
-    def __init__(self, config: TrainConfig, spec: DataSpec, num_classes: int):
+    def __init__(self, config: DataSettings, spec: DataSpec, num_classes: int):
         self.mean = torch.tensor(spec.mean).view(1, -1, 1, 1)
         self.std = torch.tensor(spec.std).view(1, -1, 1, 1)
         self.num_classes = num_classes

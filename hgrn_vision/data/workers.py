@@ -1,55 +1,15 @@
-"""What loader processes hand over, and how they are started and ended."""
+"""Loader processes: how they are started and ended."""
 
 import os
 import signal
 import threading
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from .config import DataSpec, TrainConfig
-
-
-class BadRecord(NamedTuple):
-    """An image that could not be read; the index is -1 where images have no number."""
-
-    split: str
-    index: int
-    name: str
-    reason: str
-
-
-class MicroBatch(NamedTuple):
-    """Micro-batch `number` of an optimizer step: images (B, C, H, W) uint8, targets (B,) int64."""
-
-    number: int
-    images: torch.Tensor
-    targets: torch.Tensor
-    bad: list[BadRecord]
-
-
-class EvalBatch(NamedTuple):
-    """Images (B, C, H, W) uint8, targets (B,) and indices (B,) int64; unreadable ones are left out, so B may be 0."""
-
-    images: torch.Tensor
-    targets: torch.Tensor
-    indices: torch.Tensor
-    bad: list[BadRecord]
-
-
-def eval_batch(
-    images: list[torch.Tensor], targets: list[int], indices: list[int], bad: list[BadRecord], spec: DataSpec
-) -> EvalBatch:
-    """The images that could be read, as tensors of the right shape even when there are none."""
-    empty = torch.empty(0, *spec.input_size, dtype=torch.uint8)
-    return EvalBatch(
-        torch.stack(images) if images else empty,
-        torch.tensor(targets, dtype=torch.int64),
-        torch.tensor(indices, dtype=torch.int64),
-        bad,
-    )
+from .spec import DataSettings
 
 
 def checked(batch: Any) -> Any:
@@ -73,7 +33,7 @@ class WorkerLoader(DataLoader):
 
 
 def data_loader(
-    dataset: Dataset, config: TrainConfig, workers: int, sampler: Iterable | None = None, seed: int = 0
+    dataset: Dataset, config: DataSettings, workers: int, sampler: Iterable | None = None, seed: int = 0
 ) -> WorkerLoader:
     """Worker processes that make whole batches of `dataset`."""
     cuda = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())

@@ -1,7 +1,4 @@
-"""The micro-batches of a training epoch and the batches of an evaluation.
-
-They are the same for any number of ranks and workers, and wherever in the epoch the run was started again.
-"""
+"""Batches of images that have a number: an epoch can be started at any step, and any worker can make any batch."""
 
 import itertools
 import math
@@ -13,12 +10,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from .augment import eval_transform, own_generators, seed_generators, train_transform
-from .config import DataSpec, TrainConfig, fold
-from .data import Split, Stream, steps_per_epoch
+from ..randomness import fold, own_generators, seed_generators
+from .batches import BadRecord, EvalBatch, MicroBatch, eval_batch
 from .images import BadImage
-from .streams import StreamedEpochs, StreamedEvalBatches
-from .workers import BadRecord, EvalBatch, MicroBatch, checked, data_loader, eval_batch
+from .spec import DataSettings, DataSpec
+from .splits import Split, steps_per_epoch
+from .transforms import eval_transform, train_transform
+from .workers import data_loader
 
 REPLACEMENTS = 20  # unreadable images in a row before it is the data set that is unreadable
 
@@ -33,14 +31,14 @@ class MicroBatchKey(NamedTuple):
     indices: np.ndarray  # (B,), in the split
 
 
-def epoch_order(images: int, config: TrainConfig, epoch: int, length: int) -> np.ndarray:
+def epoch_order(images: int, config: DataSettings, epoch: int, length: int) -> np.ndarray:
     """The first `length` images of an epoch, a function of seed and epoch; each comes config.repeats times in a row."""
     # RandomState and not Generator: NumPy promises that its numbers never change
     order = np.random.RandomState(fold(config.seed, epoch) % 2**32).permutation(images)
     return order[np.arange(length) // config.repeats]
 
 
-def balanced_order(labels: np.ndarray, config: TrainConfig, epoch: int, length: int) -> np.ndarray:
+def balanced_order(labels: np.ndarray, config: DataSettings, epoch: int, length: int) -> np.ndarray:
     """As `epoch_order`, with every class equally often; a class's images all come before one of them comes again."""
     draw = np.random.RandomState(fold(config.seed, epoch) % 2**32)
     classes = np.unique(labels)
@@ -59,7 +57,7 @@ def balanced_order(labels: np.ndarray, config: TrainConfig, epoch: int, length: 
 class EpochKeys:
     """The keys of one rank's micro-batches in an epoch, from a given step on."""
 
-    def __init__(self, train: Split, config: TrainConfig, numbers: range):
+    def __init__(self, train: Split, config: DataSettings, numbers: range):
         self.labels, self.config, self.numbers = train.labels, config, numbers
         self.steps = steps_per_epoch(train, config)
         self.epoch = self.first_step = self.rollbacks = 0
@@ -79,7 +77,7 @@ class EpochKeys:
 class MicroBatches(Dataset):
     """Key -> micro-batch; a ValueError comes back as the item, because raised in a worker it would lose its message."""
 
-    def __init__(self, train: Split, config: TrainConfig, spec: DataSpec):
+    def __init__(self, train: Split, config: DataSettings, spec: DataSpec):
         self.train, self.seed, self.transform = train, config.seed, train_transform(config, spec)
 
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch | ValueError:
@@ -125,45 +123,10 @@ class EvalBatches(Dataset):
         return eval_batch(images, self.validation.labels[readable].tolist(), readable, bad, self.spec)
 
 
-class TrainLoader:
-    """This rank's micro-batches, decoded and augmented by worker processes that stay from epoch to epoch."""
-
-    def __init__(self, train: Split | Stream, config: TrainConfig, spec: DataSpec, rank: int = 0, world_size: int = 1):
-        self.numbers = _numbers(config, rank, world_size)
-        self.steps = steps_per_epoch(train, config)
-        if train.indexed:
-            self.source = IndexedEpochs(train, config, spec, self.numbers)
-        else:
-            self.source = StreamedEpochs(train, config, spec, rank)
-
-    def epoch(self, epoch: int, first_step: int = 0, rollbacks: int = 0) -> Iterator[list[MicroBatch]]:
-        """One list of micro-batches an optimizer step, from step `first_step` on; what comes before is not read."""
-        batches = self.source.start(epoch, first_step, rollbacks)
-        for _ in range(first_step, self.steps):
-            yield [checked(next(batches))._replace(number=number) for number in self.numbers]
-
-    def close(self) -> None:
-        """Ends the worker processes."""
-        self.source.close()
-
-
-def _numbers(config: TrainConfig, rank: int, world_size: int) -> range:
-    """The micro-batches of each step that are this rank's."""
-    count = config.micro_batches
-    if count % world_size:
-        possible = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise ValueError(
-            f"{world_size} processes cannot share {count} micro-batches evenly "
-            f"(batch {config.batch_size}, micro-batch {config.micro_batch}); these numbers of processes can: {possible}"
-        )
-    share = count // world_size
-    return range(rank * share, (rank + 1) * share)
-
-
 class IndexedEpochs:
     """Epochs over images that have a number."""
 
-    def __init__(self, train: Split, config: TrainConfig, spec: DataSpec, numbers: range):
+    def __init__(self, train: Split, config: DataSettings, spec: DataSpec, numbers: range):
         self.keys = EpochKeys(train, config, numbers)
         self.loader = data_loader(MicroBatches(train, config, spec), config, config.workers, sampler=self.keys)
         self.close = self.loader.close
@@ -171,24 +134,3 @@ class IndexedEpochs:
     def start(self, epoch: int, first_step: int, rollbacks: int) -> Iterator[MicroBatch]:
         self.keys.epoch, self.keys.first_step, self.keys.rollbacks = epoch, first_step, rollbacks
         return iter(self.loader)
-
-
-class EvalLoader:
-    """This rank's part of the validation images; every image is in the same batch on any number of ranks."""
-
-    def __init__(
-        self, validation: Split | Stream, config: TrainConfig, spec: DataSpec, rank: int = 0, world_size: int = 1
-    ):
-        if validation.indexed:
-            starts = range(0, len(validation), config.micro_batch)
-            ranges = [range(start, min(start + config.micro_batch, len(validation))) for start in starts]
-            dataset, mine = EvalBatches(validation, spec), ranges[rank::world_size]
-            self.loader = data_loader(dataset, config, config.workers, sampler=mine)
-        else:
-            dataset = StreamedEvalBatches(validation, config, spec, rank, world_size)
-            self.loader = data_loader(dataset, config, max(1, config.workers))
-        self.close = self.loader.close
-
-    def __iter__(self) -> Iterator[EvalBatch]:
-        for batch in self.loader:
-            yield checked(batch)

@@ -1,0 +1,69 @@
+"""The micro-batches of a training epoch and the batches of an evaluation.
+
+They are the same for any number of ranks and workers, and wherever in the epoch the run was started again.
+"""
+
+from collections.abc import Iterator
+
+from .batches import EvalBatch, MicroBatch
+from .indexed import EvalBatches, IndexedEpochs
+from .spec import DataSettings, DataSpec
+from .splits import Split, Stream, steps_per_epoch
+from .streamed import StreamedEpochs, StreamedEvalBatches
+from .workers import checked, data_loader
+
+
+class TrainLoader:
+    """This rank's micro-batches, decoded and augmented by worker processes that stay from epoch to epoch."""
+
+    def __init__(self, train: Split | Stream, config: DataSettings, spec: DataSpec, rank: int = 0, world_size: int = 1):
+        self.numbers = _numbers(config, rank, world_size)
+        self.steps = steps_per_epoch(train, config)
+        if train.indexed:
+            self.source = IndexedEpochs(train, config, spec, self.numbers)
+        else:
+            self.source = StreamedEpochs(train, config, spec, rank)
+
+    def epoch(self, epoch: int, first_step: int = 0, rollbacks: int = 0) -> Iterator[list[MicroBatch]]:
+        """One list of micro-batches an optimizer step, from step `first_step` on; what comes before is not read."""
+        batches = self.source.start(epoch, first_step, rollbacks)
+        for _ in range(first_step, self.steps):
+            yield [checked(next(batches))._replace(number=number) for number in self.numbers]
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self.source.close()
+
+
+def _numbers(config: DataSettings, rank: int, world_size: int) -> range:
+    """The micro-batches of each step that are this rank's."""
+    count = config.micro_batches
+    if count % world_size:
+        possible = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise ValueError(
+            f"{world_size} processes cannot share {count} micro-batches evenly "
+            f"(batch {config.batch_size}, micro-batch {config.micro_batch}); these numbers of processes can: {possible}"
+        )
+    share = count // world_size
+    return range(rank * share, (rank + 1) * share)
+
+
+class EvalLoader:
+    """This rank's part of the validation images; every image is in the same batch on any number of ranks."""
+
+    def __init__(
+        self, validation: Split | Stream, config: DataSettings, spec: DataSpec, rank: int = 0, world_size: int = 1
+    ):
+        if validation.indexed:
+            starts = range(0, len(validation), config.micro_batch)
+            ranges = [range(start, min(start + config.micro_batch, len(validation))) for start in starts]
+            dataset, mine = EvalBatches(validation, spec), ranges[rank::world_size]
+            self.loader = data_loader(dataset, config, config.workers, sampler=mine)
+        else:
+            dataset = StreamedEvalBatches(validation, config, spec, rank, world_size)
+            self.loader = data_loader(dataset, config, max(1, config.workers))
+        self.close = self.loader.close
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        for batch in self.loader:
+            yield checked(batch)

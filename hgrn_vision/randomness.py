@@ -1,0 +1,42 @@
+"""Seeds, and the generators that they are given to."""
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+
+def fold(*numbers: int) -> int:
+    """One 63-bit seed from several integers, the same on every machine."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextlib.contextmanager
+def own_generators() -> Iterator[None]:
+    """Inside, random, numpy and torch (CPU) may be seeded at will; their states come back after."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def seed_generators(seed: int) -> None:
+    """Let the draws of random, numpy and torch (CPU) that follow depend on `seed` alone."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # not torch.manual_seed: before CUDA is initialised it keeps a list of every call
+    torch.default_generator.manual_seed(seed)
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed every generator that mixup, erasing and drop path draw from."""
+    seed_generators(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
