@@ -25,7 +25,7 @@ from hgrn_vision.tools.running import Display
 from hgrn_vision.tools.survey import survey
 from hgrn_vision.train.build import load_body
 from hgrn_vision.train.config import TrainConfig
-from hgrn_vision.train.small_data import QUICK_FLOPS
+from hgrn_vision.train.finetune_recipe import QUICK_FLOPS
 
 CLASSES = ["red apple", "Grünkohl", "青い花"]
 TINY = ["--model", "hgrn_deit_tiny", "--model-args", "patch_size=8", "embed_dim=16", "depth=1", "--img-size", "16"]

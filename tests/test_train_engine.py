@@ -19,7 +19,7 @@ from hgrn_vision.train.distributed import World, check_ranks, start
 from hgrn_vision.train.engine import Engine
 from hgrn_vision.train.evaluation import evaluate
 from hgrn_vision.train.faults import OutOfMemory, smaller_micro_batch
-from hgrn_vision.train.records import export_model
+from hgrn_vision.train.run_folder import export_model
 
 CPU = torch.device("cpu")
 

@@ -19,11 +19,10 @@ from training import SMALL, digits
 from hgrn_vision.train.build import build_model
 from hgrn_vision.train.checkpoint import read
 from hgrn_vision.train.config import from_mapping, read_yaml
-from hgrn_vision.train.evaluation import Evaluation
+from hgrn_vision.train.evaluation import Evaluation, score
 from hgrn_vision.train.observer import Observer
-from hgrn_vision.train.records import COLUMNS
 from hgrn_vision.train.run import Run, train
-from hgrn_vision.train.score import score
+from hgrn_vision.train.run_folder import COLUMNS
 
 
 def log(output: Path) -> list[dict[str, str]]:

@@ -14,7 +14,7 @@ import torch
 from ..backend import BACKENDS, ENVIRONMENT, get_backend, resolve, unavailable
 from ..kernels import cpu_build, reference
 from ..scan import hgru_scan
-from ..train.records import versions
+from ..train.environment import versions
 
 EXAMPLE = "hgrn-vision doctor"
 # largest error over largest value, of the result and of every gradient, against the float64 reference

@@ -12,9 +12,7 @@ import yaml
 
 from ..data.splits import Split, open_splits
 from ..train.config import TrainConfig, from_mapping, read_yaml
-from ..train.observer import Outcome
-from ..train.run import train
-from ..train.small_data import (
+from ..train.finetune_recipe import (
     MAX_BAD_FRACTION,
     QUICK_SIDE,
     fitting_side,
@@ -22,6 +20,8 @@ from ..train.small_data import (
     quick_settings,
     recipe_settings,
 )
+from ..train.observer import Outcome
+from ..train.run import train
 from .flags import add_setting_flags, given_settings
 from .initial import Initial, read_initial
 from .running import Display, backend_details, exit_code, is_main

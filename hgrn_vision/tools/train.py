@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..train.config import TrainConfig, from_mapping, read_yaml, to_yaml
+from ..train.evaluation import score
 from ..train.observer import Outcome
 from ..train.recipes import RECIPES
 from ..train.run import train
-from ..train.score import score
 from .flags import add_setting_flags, given_settings
 from .running import Display, backend_details, exit_code, is_main
 

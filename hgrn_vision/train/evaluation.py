@@ -1,7 +1,9 @@
-"""Accuracy on the validation images, each counted exactly once on any number of processes."""
+"""Accuracy on the validation images, each counted exactly once on any number of processes; of a run or a checkpoint."""
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,10 +11,12 @@ from torch import nn
 
 from ..data.batches import BadRecord, EvalBatch
 from ..data.loaders import EvalLoader
+from ..data.splits import open_validation
 from ..data.transforms import BatchTransform
-from .build import autocast
-from .config import TrainConfig
-from .distributed import World
+from .build import autocast, data_spec, rebuild_model
+from .checkpoint import Checkpoints, read
+from .config import TrainConfig, from_mapping
+from .distributed import World, start
 from .faults import memory_advice
 
 
@@ -105,3 +109,44 @@ def _merge(parts: list[tuple[list[tuple[np.ndarray, ...]], list[BadRecord]]]) ->
     merged = [np.concatenate(column) for column in zip(*rows, strict=True)]
     order = np.argsort(merged[0], kind="stable")
     return Evaluation(*(column[order] for column in merged), bad=bad)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a checkpoint reached, on which images."""
+
+    path: Path
+    config: TrainConfig
+    epoch: int
+    evaluation: Evaluation
+    main: bool  # whether this process is the one to say so
+
+
+def score(path: str | Path, settings: dict[str, Any]) -> Score:
+    """Evaluate a run's best checkpoint, or a checkpoint file, with `settings` laid over the run's own."""
+    file = find_checkpoint(Path(path))
+    # the machine that evaluates need not be the one that trained
+    here = {"device": "auto", "threads": 0, **settings}
+    world = start(from_mapping({name: here[name] for name in ("device", "threads")}))
+    contents = world.on_main(lambda: read(file))
+    config = from_mapping({**contents["config"], **here})
+    validation = world.everywhere(lambda: open_validation(config, contents["class_names"]))
+    model = rebuild_model(contents).to(world.device)
+    spec = data_spec(config, model)
+    loader = EvalLoader(validation, config, spec, world.rank, world.size)
+    transform = BatchTransform(config, spec, model.num_classes)
+    evaluation = evaluate(model, loader, transform, config, world)
+    loader.close()
+    world.close()
+    return Score(file, config, contents["progress"]["epoch"], evaluation, world.main)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint to use of a run folder, or the file itself."""
+    if path.is_file():
+        return path
+    folder = Checkpoints(path / "checkpoints")
+    for candidate in (folder.best, folder.last, folder.previous):
+        if candidate.exists():
+            return candidate
+    raise ValueError(f"{path} is neither a checkpoint file nor a run folder with one")

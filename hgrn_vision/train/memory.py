@@ -1,7 +1,10 @@
-"""How this process keeps memory on the CPU."""
+"""How this process keeps memory on the CPU, and how much it has held."""
 
 import ctypes
+import resource
 import sys
+
+import torch
 
 # of mallopt in glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -20,3 +23,12 @@ def keep_freed_memory() -> bool:
         return all(mallopt(name, 2**30) for name in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD))
     except (OSError, AttributeError):
         return False
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most memory that this process has held on the device, in MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    # Linux counts in KiB, macOS in bytes
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -17,12 +17,12 @@ from .checkpoint import Checkpoints
 from .config import TrainConfig, to_mapping, to_yaml
 from .distributed import World, check_ranks, start
 from .engine import Engine, Progress
+from .environment import versions
 from .evaluation import Evaluation, evaluate
 from .faults import Diverged, StopRequest
-from .memory import keep_freed_memory
+from .memory import keep_freed_memory, peak_memory
 from .observer import Observer, Outcome
-from .records import BadImages, export_model, peak_memory, versions, write_log, write_text
-from .resume import check_same_run, find_best, restore
+from .run_folder import BadImages, check_same_run, export_model, find_best, restore, write_log, write_text
 from .summary import measure_gates, write_summary
 from .trackers import check_trackers, open_trackers
 

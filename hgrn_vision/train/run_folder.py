@@ -1,25 +1,25 @@
-"""The files of a run folder beside the checkpoints: settings, log, unreadable images, the model for others to load."""
+"""The folder of a run: its files beside the checkpoints, and how the run in it is taken up again."""
 
 import csv
 import io
+import logging
 import os
-import platform
-import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from timm.models import save_for_hf
 from torch import nn
 
 from ..data.batches import BadRecord
-from ..version import __version__
-from .config import TrainConfig
+from ..data.splits import Split, Stream
+from .checkpoint import Checkpoints
+from .config import TrainConfig, recipe_changes
+from .distributed import World
+from .engine import Engine
+
+_logger = logging.getLogger(__name__)
 
 COLUMNS = (
     "epoch",
@@ -34,6 +34,8 @@ COLUMNS = (
     "peak_memory",
     "skipped_steps",
 )
+# settings that decide which images a step takes
+ORDER = {"batch_size", "epoch_steps", "repeats", "seed", "training images"}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -51,37 +53,6 @@ def write_log(path: Path, history: list[Mapping[str, Any]]) -> None:
     writer.writeheader()
     writer.writerows(history)
     write_text(path, text.getvalue())
-
-
-def versions() -> dict[str, str]:
-    """What a result may depend on besides the settings."""
-    found = {"hgrn_vision": __version__, "python": platform.python_version()}
-    for name in ("torch", "timm", "torchvision", "pillow", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    found["commit"] = _commit()
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def peak_memory(device: torch.device) -> float:
-    """Most memory that this process has held on the device, in MiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    # Linux counts in KiB, macOS in bytes
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 class BadImages:
@@ -129,3 +100,52 @@ def export_model(folder: Path, model: nn.Module, config: TrainConfig, class_name
         os.replace(folder, old)
     os.replace(new, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def check_same_run(
+    contents: dict[str, Any], config: TrainConfig, train: Split | Stream, output: Path, allow_change: bool
+) -> set[str]:
+    """Names of the recipe settings that differ from the checkpoint's; a ValueError where that is not allowed."""
+    if contents["class_names"] != train.class_names:
+        raise ValueError(f"the run in {output} was trained on other classes; give another --output")
+    changes = recipe_changes(contents["config"], config)
+    if contents["train_images"] != len(train):
+        changes["training images"] = (contents["train_images"], len(train))
+    listed = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changes.items())
+    if changes and not allow_change:
+        raise ValueError(
+            f"the run in {output} was started with other settings: {listed}; "
+            "use the old ones, give another --output, or --allow-change"
+        )
+    if changes:
+        _logger.warning("continuing with changed settings: %s", listed)
+    return set(changes)
+
+
+def restore(engine: Engine, contents: dict[str, Any], changes: set[str], steps: int, indexed: bool) -> None:
+    """Take up the state of a checkpoint, in an epoch of `steps` steps whose images may have no number."""
+    try:
+        engine.restore(contents)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ValueError(f"the checkpoint does not fit these settings: {str(error).splitlines()[0]}") from error
+    progress = engine.progress
+    if changes:
+        progress.rollbacks = 0
+    if progress.step and (changes & ORDER or not indexed):
+        _logger.warning("epoch %d starts again: the images it has seen cannot be counted off", progress.epoch + 1)
+        progress.repeat_epoch()
+    progress.updates = progress.epoch * steps + progress.step
+
+
+def find_best(checkpoints: Checkpoints, engine: Engine, world: World) -> None:
+    """Trust the best checkpoint more than what the last one says of it.
+
+    A run may be killed when an epoch's best has been written and the epoch's checkpoint has not.
+    """
+    progress = engine.progress
+    best = world.on_main(lambda: (checkpoints.load_best() or {}).get("progress", {}).get("best"))
+    if best is None:
+        # lost or damaged: the next epoch makes a new one
+        progress.best = None
+    elif progress.best is None or best["val_top1"] > progress.best["val_top1"]:
+        progress.best = best
