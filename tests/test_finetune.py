@@ -19,8 +19,8 @@ from saved_models import SMALL, save_model, write_picture
 import hgrn_vision  # noqa: F401
 from hgrn_vision.cli import main
 from hgrn_vision.data.splits import open_splits
+from hgrn_vision.inference.pretrained import Initial, read_initial
 from hgrn_vision.tools.finetune import resolve
-from hgrn_vision.tools.initial import Initial, read_initial
 from hgrn_vision.tools.running import Display
 from hgrn_vision.tools.survey import survey
 from hgrn_vision.train.build import load_body

@@ -7,7 +7,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from saved_models import CLASSES, SMALL, edit_config, save_model, small_model, write_picture
 
-from hgrn_vision.tools.loading import load_model
+from hgrn_vision.inference.pretrained import load_model
 from hgrn_vision.train import checkpoint
 from hgrn_vision.train.config import TrainConfig, to_mapping
 

@@ -22,10 +22,10 @@ from saved_models import CLASSES, edit_config, save_model, write_picture
 
 from hgrn_vision.cli import main
 from hgrn_vision.data.images import open_image
+from hgrn_vision.inference.classify import classify
+from hgrn_vision.inference.pretrained import load_model
 from hgrn_vision.report import gallery
 from hgrn_vision.tools import predict
-from hgrn_vision.tools.inference import classify
-from hgrn_vision.tools.loading import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch.export import Dim, ExportedProgram
 
+from ..inference.pretrained import LoadedModel, load_model
 from ..version import __version__
 from . import run_exported
-from .inference import at_least_one
-from .loading import LoadedModel, load_model
+from .flags import at_least_one
 from .output import check_free
 
 EXAMPLE = "hgrn-vision export runs/flowers --format onnx --output flowers.onnx"

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from ..data.splits import Split, open_splits
+from ..inference.pretrained import Initial, read_initial
 from ..train.config import TrainConfig, from_mapping, read_yaml
 from ..train.finetune_recipe import (
     MAX_BAD_FRACTION,
@@ -23,7 +24,6 @@ from ..train.finetune_recipe import (
 from ..train.observer import Outcome
 from ..train.run import train
 from .flags import add_setting_flags, given_settings
-from .initial import Initial, read_initial
 from .running import Display, backend_details, exit_code, is_main
 from .survey import Survey, survey
 

@@ -1,4 +1,4 @@
-"""Flags from the fields of the training settings, so that there is one list of options."""
+"""Flags that several commands have; those of the training settings come from its fields, so that there is one list."""
 
 import argparse
 from collections.abc import Collection, Mapping
@@ -7,7 +7,29 @@ from typing import Any, Literal
 
 import yaml
 
+from ..data.images import MAX_PIXELS
 from ..train.config import TrainConfig, describe, field_types
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def add_inference_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that every command over many pictures has."""
+    parser.add_argument(
+        "--img-size", type=at_least_one, metavar="N", help="side of the model's input (default: as trained)"
+    )
+    parser.add_argument(
+        "--batch-size", type=at_least_one, default=32, metavar="N", help="pictures at once (default 32)"
+    )
+    parser.add_argument(
+        "--max-pixels", type=at_least_one, default=MAX_PIXELS, metavar="N", help="refuse larger pictures"
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
 
 
 def add_setting_flags(

@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from ..data.images import BadImage, open_image
 from ..data.sources import EXTENSIONS, MORE_EXTENSIONS
+from ..inference.classify import Answer, classify
+from ..inference.pretrained import load_model
 from ..report.gallery import Gallery, thumbnail
-from .inference import Answer, add_inference_arguments, at_least_one, classify
-from .loading import load_model
+from .flags import add_inference_arguments, at_least_one
 from .output import STDOUT, check_free, printable, whole_file
 
 EXAMPLE = "hgrn-vision predict runs/flowers photos/ --top 3 --csv labels.csv --html labels.html"

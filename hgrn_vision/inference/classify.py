@@ -1,6 +1,5 @@
 """Classifying many pictures: decoded ahead by threads, in batches, in order, in memory that does not grow."""
 
-import argparse
 import itertools
 import os
 from collections import deque
@@ -12,8 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..data.images import MAX_PIXELS, BadImage
-from .loading import LoadedModel
+from ..data.images import BadImage
+from .pretrained import LoadedModel
 
 Item = TypeVar("Item")
 
@@ -25,27 +24,6 @@ class Answer(NamedTuple, Generic[Item]):
     probabilities: np.ndarray | None
     reason: str = ""
     extra: Any = None  # what `look` made of the picture
-
-
-def at_least_one(text: str) -> int:
-    """A whole number from 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def add_inference_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that every command over many pictures has."""
-    parser.add_argument(
-        "--img-size", type=at_least_one, metavar="N", help="side of the model's input (default: as trained)"
-    )
-    parser.add_argument(
-        "--batch-size", type=at_least_one, default=32, metavar="N", help="pictures at once (default 32)"
-    )
-    parser.add_argument(
-        "--max-pixels", type=at_least_one, default=MAX_PIXELS, metavar="N", help="refuse larger pictures"
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
 
 
 def classify(
