@@ -15,7 +15,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from hgrn_vision.report import GateLayer, Mistake, ReportData, charts, write_report
+from hgrn_vision.report import GateLayer, Mistake, ReportData, charts, style, write_report
 from hgrn_vision.report.page import confused_pairs, embed, render
 
 HOSTILE = '<script>alert("$x$")</script> & Söhne'
@@ -125,7 +125,7 @@ def test_the_same_data_give_the_same_page(data):
 def test_charts_are_whole_and_follow_the_page(data):
     page = render(data)
     drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(drawings) == 6 and charts.INK not in page
+    assert len(drawings) == 6 and style.PAGE_INK not in page
     for drawing in drawings:
         # inside a page the namespace of links is known
         ElementTree.fromstring(drawing.replace("<svg ", '<svg xmlns:xlink="x" ', 1))

@@ -1,64 +1,14 @@
-"""The charts of a report, as SVG that takes its ink from the page around it and so fits light and dark pages."""
+"""The charts of a run's report."""
 
-import contextlib
-import io
-import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-INK = "#010203"  # drawn with this, shown in the page's own colour
-BLUE, ORANGE, GREEN = "#3b82f6", "#ea7a30", "#17a673"
-
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.size": 9.0,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "axes.titlesize": 9.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": INK,
-    "grid.alpha": 0.12,
-    "grid.linewidth": 0.6,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
-}
-
-
-@contextlib.contextmanager
-def chart_style() -> Iterator[None]:
-    """Matplotlib's settings while a figure is drawn and saved; the caller's own come back after."""
-    with matplotlib.rc_context(_STYLE):
-        yield
-
-
-def to_svg(figure: Figure, name: str) -> str:
-    """A figure as an <svg> element for a page; `name` tells it apart from the others there."""
-    buffer = io.StringIO()
-    # the salt takes the place of random numbers in the names of elements
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}), warnings.catch_warnings():
-        # letters that matplotlib's font lacks stay text, which the reader's browser has fonts for
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
-    # every chart names its elements alike, but on a page a name may occur once only
-    svg = re.sub(r'( id="|url\(#|href="#)', rf"\1{name.replace(' ', '-')}-", svg)
-    return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{name}">', svg, count=1)
+from .style import BLUE, GREEN, ORANGE
 
 
 def column(history: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:

@@ -1,11 +1,9 @@
 """The page of an explanation: one HTML file that holds its pictures and needs no network."""
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import jinja2
+from .html import render_page
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,4 @@ class Explanation:
 
 def render_explanation(data: Explanation) -> str:
     """The page as text."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["address"] = lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    return environment.get_template("explanation.html").render(data=data)
+    return render_page("explanation.html", data=data)

@@ -1,6 +1,5 @@
 """A page of pictures with their labels: one self-contained file, written as the pictures come."""
 
-import base64
 import io
 from collections.abc import Sequence
 from types import TracebackType
@@ -8,6 +7,8 @@ from typing import IO
 
 import jinja2
 from PIL import Image
+
+from .html import data_address
 
 SIDE = 176  # of a thumbnail, in pixels
 MOST = 2000  # pictures on a page; browsers become slow beyond
@@ -57,7 +58,7 @@ def thumbnail(image: Image.Image) -> str:
     small.thumbnail((2 * SIDE, SIDE))
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=85)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return data_address(buffer.getvalue(), "jpeg")
 
 
 class Gallery:

@@ -1,6 +1,5 @@
 """The report of a run: one HTML file that holds its charts and pictures and needs no network."""
 
-import base64
 import io
 import os
 from collections.abc import Mapping, Sequence
@@ -8,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
 from . import charts
 from .confusion import confusion_figure
+from .html import data_address, render_page
+from .style import page_style, to_svg
 
 MATRIX_CLASSES = 50  # above that, the most confused pairs say more than a matrix
 PAIRS = 30
@@ -76,16 +76,10 @@ def write_report(path: str | os.PathLike, data: ReportData) -> None:
 
 def render(data: ReportData) -> str:
     """The page as text."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    with charts.chart_style():
-        pictures = {name: charts.to_svg(figure, name) for name, figure in _figures(data).items()}
-    return environment.get_template("template.html").render(
+    with page_style():
+        pictures = {name: to_svg(figure, name) for name, figure in _figures(data).items()}
+    return render_page(
+        "template.html",
         data=data,
         charts=pictures,
         tiles=_tiles(data),
@@ -164,4 +158,4 @@ def embed(picture: Image.Image) -> str:
         kind = "jpeg"
         small.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
         small.save(buffer, "JPEG", quality=88)
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return data_address(buffer.getvalue(), kind)

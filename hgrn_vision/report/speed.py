@@ -7,7 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-COLOURS = ("#3b82f6", "#17a673", "#ea7a30", "#8b5cf6")
+from .style import BLUE, GREEN, ORANGE, VIOLET
+
+COLOURS = (BLUE, GREEN, ORANGE, VIOLET)
 
 
 def plot_speed(rows: Sequence[Mapping[str, Any]], file: IO[bytes]) -> None:

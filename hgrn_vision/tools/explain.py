@@ -15,8 +15,9 @@ from tqdm import tqdm
 from ..data.images import MAX_PIXELS, BadImage, open_image
 from ..inference.interpret import GateStatistics, evidence, mixing_strength
 from ..inference.pretrained import LoadedModel, load_model
-from ..report.analysis import evidence_figure, gate_figure, mixing_figure, to_png
 from ..report.explanation import ExplainedImage, Explanation, render_explanation
+from ..report.interpret_figures import evidence_figure, gate_figure, mixing_figure
+from ..report.style import to_png
 from .flags import at_least_one
 from .output import check_free, printable, whole_file
 from .predict import find_pictures

@@ -1,6 +1,5 @@
 """The pictures of a model's inner workings: forget gates, token mixing, evidence."""
 
-import io
 from collections.abc import Mapping
 
 import matplotlib
@@ -11,38 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-INK, DIM = "#1f2328", "#8b949e"
-BLUE, ORANGE = "#3b82f6", "#ea7a30"
+from .style import BLUE, DIM, ORANGE, PAPER
+
 AGAINST_FOR = LinearSegmentedColormap.from_list("against_for", ["#2563eb", "#ffffff", "#ef2d2d"])
 FAINTEST = 1e-5  # shares below are shown as this much
 
-_STYLE = {
-    "font.size": 9.0,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": DIM,
-    "axes.titlesize": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": DIM,
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-}
 
-
-def to_png(figure: Figure) -> bytes:
-    """A figure as a PNG file."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context(_STYLE):
-        figure.savefig(buffer, format="png", dpi=150, facecolor="white", bbox_inches="tight")
-    return buffer.getvalue()
-
-
-@matplotlib.rc_context(_STYLE)
+@matplotlib.rc_context(PAPER)
 def gate_figure(mean: np.ndarray, median: np.ndarray, shares: np.ndarray, bounds: np.ndarray) -> Figure:
     """Histogram of each layer's forget gate, and how gate and lower bound change with depth.
 
@@ -86,7 +60,7 @@ def _ridges(axes: Axes, median: np.ndarray, shares: np.ndarray) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-@matplotlib.rc_context(_STYLE)
+@matplotlib.rc_context(PAPER)
 def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], token: int, both_ways: bool) -> Figure:
     """|A| of some layers, and below each what one token gathers, laid out as in the image.
 
@@ -120,7 +94,7 @@ def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], to
     return figure
 
 
-@matplotlib.rc_context(_STYLE)
+@matplotlib.rc_context(PAPER)
 def evidence_figure(picture: np.ndarray, cells: np.ndarray, patch: tuple[int, int], label: str) -> Figure:
     """The image as the model sees it, and on it what each patch adds to the log-probability of `label`.
 
