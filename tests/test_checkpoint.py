@@ -102,7 +102,7 @@ def test_a_kill_between_the_renames_leaves_the_previous(tmp_path):
     folder = Checkpoints(tmp_path)
     folder.save(contents(1))
     os.replace(folder.last, folder.previous)
-    (tmp_path / "last.safetensors.tmp").write_bytes(b"half a checkpoint")
+    (tmp_path / "next.safetensors.17.tmp").write_bytes(b"half a checkpoint")
     assert Checkpoints(tmp_path).load()["progress"]["updates"] == 1
 
 
@@ -151,7 +151,7 @@ def test_what_was_written_wrongly_is_noticed(tmp_path, monkeypatch):
         path.write_bytes(cut(path.read_bytes()))
 
     monkeypatch.setattr(checkpoint, "save_file", lossy)
-    with pytest.raises(OSError, match="cannot write .*last.safetensors"):
+    with pytest.raises(OSError, match="cannot write .*next.safetensors"):
         folder.save(contents(2))
     assert read(folder.last)["progress"]["updates"] == 1
     assert os.listdir(tmp_path) == ["last.safetensors"]

@@ -4,13 +4,13 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
+from ..files import write_text
 from . import charts
 from .confusion import confusion_figure
 from .html import data_address, render_page
@@ -63,15 +63,8 @@ class ReportData:
 
 def write_report(path: str | os.PathLike, data: ReportData) -> None:
     """Write the report; a report already there is whole until the new one replaces it."""
-    page = render(data)
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        # file names may hold bytes that are no text
-        partial.write_bytes(page.encode("utf-8", errors="replace"))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    # file names may hold bytes that are no text
+    write_text(path, render(data), errors="replace")
 
 
 def render(data: ReportData) -> str:

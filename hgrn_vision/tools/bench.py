@@ -21,7 +21,7 @@ from ..backend import choose
 from ..kernels import cpu_block
 from ..report.speed import plot_speed
 from ..train.memory import keep_freed_memory
-from .output import check_free, whole_file
+from .output import check_free, open_output
 
 EXAMPLE = "hgrn-vision bench --sizes 224 384 --output runs/bench"
 MODELS = ["hgrn_deit_tiny_patch16_224", "hgrn_deit_small_patch16_224"]
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         rows.append(measure(name, peer, task, size, batch, device, dtype, args.seconds))
         tqdm.write(_line(rows[-1]), file=sys.stdout)
     _write_table(table, rows)
-    with whole_file(chart, binary=True) as file:
+    with open_output(chart, binary=True) as file:
         plot_speed([asdict(row) for row in rows if row.task != "latency"], file)
     print("share: time of the model's linear layers alone over the model's own; MB: at the peak of a step")
     print(f"table: {table}\nchart: {chart}")
@@ -256,7 +256,7 @@ def _line(row: Row) -> str:
 
 
 def _write_table(path: Path, rows: list[Row]) -> None:
-    with whole_file(path) as file:
+    with open_output(path) as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows)

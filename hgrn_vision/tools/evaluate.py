@@ -18,7 +18,7 @@ from ..inference.pretrained import load_model
 from ..report.confusion import confusion_figure
 from ..train.config import TrainConfig
 from .flags import add_inference_arguments
-from .output import check_free, printable, whole_file
+from .output import check_free, open_output, printable
 
 EXAMPLE = "hgrn-vision evaluate runs/flowers flowers/ --output flowers-evaluation"
 FILES = ("metrics.json", "classes.csv", "confusion.csv", "confusion.png", "predictions.csv")
@@ -88,7 +88,7 @@ def _headline(metrics: Metrics) -> dict[str, Any]:
 def write_files(folder: Path, metrics: Metrics, results: Results, split: Split) -> None:
     """The five files of an evaluation."""
     names = split.class_names
-    with whole_file(folder / "metrics.json") as file:
+    with open_output(folder / "metrics.json") as file:
         json.dump({**_headline(metrics), "unreadable": len(results.bad), "classes": len(names)}, file, indent=2)
         file.write("\n")
     figures = zip(metrics.support.tolist(), metrics.precision, metrics.recall, metrics.f1, strict=True)
@@ -97,7 +97,7 @@ def write_files(folder: Path, metrics: Metrics, results: Results, split: Split) 
     present = [names[i] for i in metrics.present]
     rows = ([name, *counts] for name, counts in zip(present, map(np.ndarray.tolist, metrics.confusion), strict=True))
     _write_csv(folder / "confusion.csv", ["true \\ predicted", *present], rows)
-    with whole_file(folder / "confusion.png", binary=True) as file:
+    with open_output(folder / "confusion.png", binary=True) as file:
         confusion_figure(metrics.confusion, present).savefig(file, format="png", dpi=120)
     _write_csv(
         folder / "predictions.csv",
@@ -122,7 +122,7 @@ def _cell(value: float) -> str:
 
 
 def _write_csv(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:
-    with whole_file(path) as file:
+    with open_output(path) as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)

@@ -19,7 +19,7 @@ from ..report.explanation import ExplainedImage, Explanation, render_explanation
 from ..report.interpret_figures import evidence_figure, gate_figure, mixing_figure
 from ..report.style import to_png
 from .flags import at_least_one
-from .output import check_free, printable, whole_file
+from .output import check_free, open_output, printable
 from .predict import find_pictures
 
 EXAMPLE = "hgrn-vision explain runs/flowers rose.jpg tulip.jpg --output explained"
@@ -138,7 +138,7 @@ def _write_summary(folder: Path, loaded: LoadedModel, statistics: GateStatistics
     print(f"{'layer':>5} {'mean':>7} {'median':>7} {'bound':>7}")
     for row in table:
         print(f"{row.layer:>5} {row.mean:>7.3f} {row.median:>7.3f} {row.bound_mean:>7.3f}")
-    with whole_file(folder / "gates.csv") as file:
+    with open_output(folder / "gates.csv") as file:
         writer = csv.writer(file)
         writer.writerow(GateRow._fields)
         writer.writerows(table)
@@ -149,7 +149,7 @@ def _write_summary(folder: Path, loaded: LoadedModel, statistics: GateStatistics
 
 
 def _write(path: Path, content: bytes) -> None:
-    with whole_file(path, binary=True) as file:
+    with open_output(path, binary=True) as file:
         file.write(content)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.export import Dim, ExportedProgram
 
+from ..files import whole_file
 from ..inference.pretrained import LoadedModel, load_model
 from ..version import __version__
 from . import run_exported
@@ -108,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
         if not worst <= TOLERANCE:
             print(f"hgrn-vision export: differs by {worst:.1e} from the model, no file was written", file=sys.stderr)
             return 1
-        os.replace(partial, path)
+        with whole_file(path) as temporary:
+            os.replace(partial, temporary)
     print(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; largest difference from the model {worst:.1e}")
     return 0
 

@@ -4,8 +4,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import IO
+
+from ..files import whole_file
 
 STDOUT = "-"
 
@@ -30,20 +31,13 @@ def printable(text: str) -> str:
 
 
 @contextlib.contextmanager
-def whole_file(path: str | os.PathLike, binary: bool = False) -> Iterator[IO]:
+def open_output(path: str | os.PathLike, binary: bool = False) -> Iterator[IO]:
     """A file to write that gets its name only when all is written; '-' is standard output."""
     if os.fspath(path) == STDOUT:
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
         yield sys.stdout.buffer if binary else sys.stdout
         return
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     # file names need not be valid UTF-8: their bytes go through as they are
     text = {} if binary else {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
-    try:
-        with open(temporary, "wb" if binary else "w", **text) as file:
-            yield file
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as temporary, open(temporary, "wb" if binary else "w", **text) as file:
+        yield file

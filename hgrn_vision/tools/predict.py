@@ -20,7 +20,7 @@ from ..inference.classify import Answer, classify
 from ..inference.pretrained import load_model
 from ..report.gallery import Gallery, thumbnail
 from .flags import add_inference_arguments, at_least_one
-from .output import STDOUT, check_free, printable, whole_file
+from .output import STDOUT, check_free, open_output, printable
 
 EXAMPLE = "hgrn-vision predict runs/flowers photos/ --top 3 --csv labels.csv --html labels.html"
 
@@ -140,11 +140,11 @@ def _wants_table(args: argparse.Namespace) -> bool:
 def _open_writers(args: argparse.Namespace, title: str, top: int, stack: contextlib.ExitStack) -> list[Writer]:
     writers = []
     if args.csv:
-        writers.append(_csv_writer(stack.enter_context(whole_file(args.csv)), top))
+        writers.append(_csv_writer(stack.enter_context(open_output(args.csv)), top))
     if args.json:
-        writers.append(stack.enter_context(_json_writer(stack.enter_context(whole_file(args.json)))))
+        writers.append(stack.enter_context(_json_writer(stack.enter_context(open_output(args.json)))))
     if args.html:
-        gallery = stack.enter_context(Gallery(stack.enter_context(whole_file(args.html)), title))
+        gallery = stack.enter_context(Gallery(stack.enter_context(open_output(args.html)), title))
         writers.append(lambda row: gallery.add(printable(row.path), row.picture, row.top, row.reason))
     return writers or [_table_writer()]
 

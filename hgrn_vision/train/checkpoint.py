@@ -1,7 +1,7 @@
 """Checkpoints: safetensors files with the rest of the state as JSON and a checksum beside the tensors.
 
-Nothing is ever unpickled. A file is written under another name, synced, read back and renamed, so that a crash or a
-full disk leaves the last good checkpoint whole.
+Nothing is ever unpickled. A file is written whole and read back before it replaces another, so that a crash or a full
+disk leaves the last good checkpoint as it is.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from ..files import sync, whole_file
 
 _logger = logging.getLogger(__name__)
 
@@ -64,47 +66,27 @@ def checksum(tensors: Tensors, state: str) -> str:
 
 
 def write(path: Path, contents: Mapping[str, Any]) -> None:
-    """Write `contents` (nested dicts, lists, numbers, tensors) to `path`, in one rename, verified."""
-    os.replace(_write_beside(path, contents), path)
-    _sync_folder(path.parent)
-
-
-def _write_beside(path: Path, contents: Mapping[str, Any]) -> Path:
+    """Write `contents` (nested dicts, lists, numbers, tensors) to `path`, whole and verified."""
     tensors: Tensors = {}
     state = json.dumps(pack(contents, tensors))
     # safetensors refuses tensors that share memory, and the copy moves them off the GPU
     tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, {"state": state, "checksum": checksum(tensors, state)})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        read(temporary)
+        with whole_file(path) as temporary:
+            save_file(tensors, temporary, {"state": state, "checksum": checksum(tensors, state)})
+            read(temporary)
     except (OSError, SafetensorError, CheckpointError) as error:
-        if temporary.exists():
-            temporary.unlink()
         raise OSError(f"cannot write {path}: {error}; the checkpoints written before are whole") from error
-    return temporary
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _same_file(source: Path, target: Path) -> None:
     """Make `target` another name of `source`, which is never written again, or a copy where there are no links."""
-    temporary = target.with_name(target.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
-    os.replace(temporary, target)
+    with whole_file(target) as temporary:
+        temporary.unlink()
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -130,6 +112,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.next = folder / "next.safetensors"
         self.last = folder / "last.safetensors"
         self.previous = folder / "previous.safetensors"
         self.best = folder / "best.safetensors"
@@ -137,14 +120,17 @@ class Checkpoints:
 
     def save(self, contents: Mapping[str, Any], best: bool = False) -> None:
         """Write the newest checkpoint, which may be the best too; the one before stays until this one is verified."""
-        temporary = _write_beside(self.last, contents)
+        for leftover in self.folder.glob("*.tmp"):
+            # of a process that was killed
+            leftover.unlink()
+        write(self.next, contents)
         if best:
-            _same_file(temporary, self.best)
+            _same_file(self.next, self.best)
         # a damaged last must not push out the good one that the run was resumed from
         if self._last_is_good:
             os.replace(self.last, self.previous)
-        os.replace(temporary, self.last)
-        _sync_folder(self.folder)
+        os.replace(self.next, self.last)
+        sync(self.folder)
         self._last_is_good = True
 
     def load(self) -> dict[str, Any] | None:

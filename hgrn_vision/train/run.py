@@ -12,6 +12,7 @@ import torch
 from ..data.batches import BadRecord
 from ..data.loaders import EvalLoader, TrainLoader
 from ..data.splits import open_splits, steps_per_epoch
+from ..files import write_text
 from .build import build_model, data_spec, describe_model, load_body
 from .checkpoint import Checkpoints
 from .config import TrainConfig, to_mapping, to_yaml
@@ -22,7 +23,7 @@ from .evaluation import Evaluation, evaluate
 from .faults import Diverged, StopRequest
 from .memory import keep_freed_memory, peak_memory
 from .observer import Observer, Outcome
-from .run_folder import BadImages, check_same_run, export_model, find_best, restore, write_log, write_text
+from .run_folder import BadImages, check_same_run, export_model, find_best, restore, write_log
 from .summary import measure_gates, write_summary
 from .trackers import check_trackers, open_trackers
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..data.batches import BadRecord
 from ..data.splits import Split, Stream
+from ..files import whole_file, write_text
 from .checkpoint import Checkpoints
 from .config import TrainConfig, recipe_changes
 from .distributed import World
@@ -36,14 +37,6 @@ COLUMNS = (
 )
 # settings that decide which images a step takes
 ORDER = {"batch_size", "epoch_steps", "repeats", "seed", "training images"}
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one rename."""
-    temporary = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def write_log(path: Path, history: list[Mapping[str, Any]]) -> None:
@@ -96,6 +89,10 @@ def export_model(folder: Path, model: nn.Module, config: TrainConfig, class_name
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
     save_for_hf(model, str(new), {"label_names": class_names}, arguments, safe_serialization=True)
+    for path in list(new.iterdir()):
+        # timm leaves the weights readable by the user alone, and not yet on the disk
+        with whole_file(path) as temporary:
+            os.replace(path, temporary)
     if folder.exists():
         os.replace(folder, old)
     os.replace(new, folder)

@@ -1,0 +1,68 @@
+"""Files that are written whole: their permissions, and what an error leaves."""
+
+import os
+import stat
+
+import pytest
+import torch
+from training import digits
+
+from hgrn_vision.files import whole_file, write_text
+from hgrn_vision.train.build import build_model
+from hgrn_vision.train.checkpoint import Checkpoints
+from hgrn_vision.train.run_folder import export_model
+
+
+@pytest.fixture(params=[0o022, 0o027, 0o077], ids=oct)
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_umask_decides_who_may_read(tmp_path, umask):
+    write_text(tmp_path / "a" / "file.txt", "é")
+    assert (tmp_path / "a" / "file.txt").read_bytes() == "é".encode()
+    assert mode(tmp_path / "a" / "file.txt") == 0o666 & ~umask
+    with whole_file(tmp_path / "private") as temporary:
+        temporary.unlink()
+        temporary.touch(0o600)
+    assert mode(tmp_path / "private") == 0o666 & ~umask
+
+
+def test_checkpoints_can_be_shared_as_far_as_the_umask_allows(tmp_path, umask):
+    folder = Checkpoints(tmp_path)
+    for _ in range(2):
+        folder.save({"model": {"weight": torch.ones(3)}}, best=True)
+    assert {path.name: mode(path) for path in tmp_path.iterdir()} == {
+        f"{name}.safetensors": 0o666 & ~umask for name in ("last", "previous", "best")
+    }
+
+
+def test_the_model_folder_can_be_shared_too(tmp_path, umask):
+    config = digits()
+    export_model(tmp_path / "model", build_model(config, 2), config, ["a", "b"])
+    files = {path.name: mode(path) for path in (tmp_path / "model").iterdir()}
+    assert {"config.json", "model.safetensors"} <= set(files) and set(files.values()) == {0o666 & ~umask}
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "file.txt"
+    write_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), whole_file(path) as temporary:
+        temporary.write_text("half of the ne")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    events = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append("sync"), sync(handle)))
+    monkeypatch.setattr(os, "replace", lambda source, target: (events.append("rename"), replace(source, target)))
+    write_text(tmp_path / "file.txt", "text")
+    assert events == ["sync", "rename", "sync"]
