@@ -1,4 +1,4 @@
-"""The `hgrn-vision` command: finds the command's module in tools/, parses its flags, turns errors into one line."""
+"""The `hgrn-vision` command: finds the command's module in commands/, parses its flags, turns errors into one line."""
 
 import argparse
 import importlib
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-# a command is a module of tools/ with EXAMPLE, add_arguments(parser) and run(args) -> exit code;
+# a command is a module of commands/ with EXAMPLE, add_arguments(parser) and run(args) -> exit code;
 # only the module of the command that was asked for is imported, so that --help answers at once
 COMMANDS = {
     "train": "train a model, or continue a run",
@@ -37,7 +37,7 @@ def build_parser(command: str | None) -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name == command:
-            module = importlib.import_module(f"hgrn_vision.tools.{name}")
+            module = importlib.import_module(f"hgrn_vision.commands.{name}")
             sub = commands.add_parser(
                 name,
                 help=summary,

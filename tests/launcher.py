@@ -83,7 +83,7 @@ class Launcher:
 
 
 def serve() -> None:
-    import hgrn_vision.tools.train  # noqa: F401
+    import hgrn_vision.commands.train  # noqa: F401
     from hgrn_vision.cli import main
 
     for line in sys.stdin:

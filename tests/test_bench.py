@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hgrn_vision import cli
-from hgrn_vision.tools import bench
+from hgrn_vision.commands import bench
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 
 from hgrn_vision import backend
 from hgrn_vision.cli import main
-from hgrn_vision.tools import doctor
+from hgrn_vision.commands import doctor
 
 CPU = torch.device("cpu")
 

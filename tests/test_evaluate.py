@@ -12,10 +12,10 @@ from PIL import Image
 from saved_models import CLASSES, save_model, write_picture
 
 from hgrn_vision.cli import main
+from hgrn_vision.commands.evaluate import FILES
 from hgrn_vision.data.splits import stratified_holdout
 from hgrn_vision.inference.metrics import Results, calibration_error, measure
 from hgrn_vision.report.confusion import confusion_figure
-from hgrn_vision.tools.evaluate import FILES
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from saved_models import CLASSES, SMALL, save_model, write_picture
 from timm.models import save_for_hf
 
 from hgrn_vision.cli import main
+from hgrn_vision.commands.explain import GateRow, gate_table
 from hgrn_vision.data.digits import load_digits
 from hgrn_vision.data.images import open_image
 from hgrn_vision.inference.interpret import GateStatistics, evidence, mixing_matrix, mixing_strength
 from hgrn_vision.inference.pretrained import load_model
-from hgrn_vision.tools.explain import GateRow, gate_table
 
 ABLATIONS = {
     "full": {},

@@ -17,9 +17,9 @@ from saved_models import CLASSES, SMALL, write_picture
 from timm.models import save_for_hf
 
 from hgrn_vision.cli import main
+from hgrn_vision.commands import export
 from hgrn_vision.data.images import open_image
 from hgrn_vision.inference.pretrained import load_model
-from hgrn_vision.tools import export
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_SHAPES = [(1, 3, 16, 16), (5, 3, 8, 60), (2, 3, 36, 24), (1, 3, 512, 8)]

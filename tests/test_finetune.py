@@ -18,11 +18,11 @@ from saved_models import SMALL, save_model, write_picture
 
 import hgrn_vision  # noqa: F401
 from hgrn_vision.cli import main
+from hgrn_vision.commands._console import Display
+from hgrn_vision.commands._dataset_check import survey
+from hgrn_vision.commands.finetune import resolve
 from hgrn_vision.data.splits import open_splits
 from hgrn_vision.inference.pretrained import Initial, read_initial
-from hgrn_vision.tools.finetune import resolve
-from hgrn_vision.tools.running import Display
-from hgrn_vision.tools.survey import survey
 from hgrn_vision.train.build import load_body
 from hgrn_vision.train.config import TrainConfig
 from hgrn_vision.train.finetune_recipe import QUICK_FLOPS
@@ -151,7 +151,7 @@ def test_ctrl_c_leaves_whole_files_and_the_same_command_continues(photos, tmp_pa
             if progress.updates == 1:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("hgrn_vision.tools.finetune.Display", Interrupted)
+    monkeypatch.setattr("hgrn_vision.commands.finetune.Display", Interrupted)
     assert finetune(*command) == 0
     assert "stopped at step 2 (SIGINT); the same command continues" in capsys.readouterr().out
     assert not [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".tmp", ".new", ".old")]

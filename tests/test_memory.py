@@ -8,7 +8,7 @@ from hgrn_vision.train import memory
 
 STEPS = """
 import resource, sys, torch
-from hgrn_vision.tools import bench
+from hgrn_vision.commands import bench
 from hgrn_vision.train.memory import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit("no glibc")

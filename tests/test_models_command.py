@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hgrn_vision.cli import main
-from hgrn_vision.tools.models import describe, product_cost, scan_cost
+from hgrn_vision.commands.models import describe, product_cost, scan_cost
 
 
 def products(tokens, width, patch, depth=12, classes=1000):

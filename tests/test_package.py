@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hgrn_vision import cli
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -53,48 +55,73 @@ def project_imports(path):
     return found
 
 
-LAYERS = [  # (files, what of the project they may import)
-    ("kernels/*.py", ("kernels",)),
-    ("hgrn_vision/backend.py", ("kernels",)),
-    ("hgrn_vision/scan.py", ("kernels", "backend")),
-    ("hgrn_vision/glu.py", ("kernels", "backend")),
-    ("hgrn_vision/recompute.py", ()),
-    ("hgrn_vision/layers.py", ("scan", "backend", "glu", "recompute", "kernels/torch_scan")),
-    ("hgrn_vision/weights.py", ()),
-    ("hgrn_vision/block.py", ("layers", "backend", "kernels/cpu_block")),
-    ("hgrn_vision/hgrn.py", ("block", "layers", "weights")),
-    ("hgrn_vision/randomness.py", ()),
-    ("hgrn_vision/files.py", ()),
-    ("hgrn_vision/data/*.py", ("data", "randomness")),
-    ("hgrn_vision/report/*.py", ("report", "files")),
-    ("hgrn_vision/train/*.py", ("train", "data", "report", "files", "randomness", "version")),
-    ("hgrn_vision/inference/*.py", ("inference", "train", "data", "weights")),
+MODEL = ("backend", "block", "glu", "hgrn", "layers", "recompute", "scan", "weights")
+# folder or file, the Python files of the folder, what of the project they may import; further down means further right
+TABLE = [
     (
-        "hgrn_vision/tools/*.py",
-        (
-            "tools",
-            "train",
-            "data",
-            "files",
-            "inference",
-            "report",
-            "scan",
-            "backend",
-            "kernels",
-            "version",
-            "weights",
-        ),
+        "kernels",
+        "reference torch_scan triton_scan triton_blocks aot cpu_build cpu_scan cpu_block",
+        ("kernels",),
     ),
-    ("hgrn_vision/cli.py", ("train", "tools")),
-    ("train_imagenet.py", ("cli", "train", "tools")),
+    ("hgrn_vision", "version files randomness recompute weights", ()),
+    ("hgrn_vision", "backend", ("kernels",)),
+    ("hgrn_vision", "scan glu", ("kernels", "backend")),
+    ("hgrn_vision", "layers", ("scan", "backend", "glu", "recompute", "kernels/torch_scan")),
+    ("hgrn_vision", "block", ("layers", "backend", "kernels/cpu_block")),
+    ("hgrn_vision", "hgrn", ("block", "layers", "weights")),
+    ("hgrn_vision", "__init__", ("backend", "hgrn", "scan", "version", "weights")),
+    (
+        "hgrn_vision/data",
+        "__init__ spec images digits sources splits transforms batches workers indexed streamed loaders",
+        ("data", "files", "randomness"),
+    ),
+    (
+        "hgrn_vision/report",
+        "__init__ style html page charts confusion gallery interpret_figures explanation speed",
+        ("report", "files"),
+    ),
+    (
+        "hgrn_vision/train",
+        "__init__ config recipes finetune_recipe build engine evaluation checkpoint run run_folder environment "
+        "distributed faults memory observer trackers summary",
+        ("train", "report", "data", "files", "randomness", "version"),
+    ),
+    (
+        "hgrn_vision/inference",
+        "__init__ pretrained classify interpret metrics",
+        ("inference", "train", "data", "weights"),
+    ),
+    (
+        "hgrn_vision/commands",
+        "__init__ _flags _console _dataset_check _run_exported "
+        "bench digits doctor evaluate explain export finetune models predict train",
+        ("commands", "inference", "train", "report", "data", "files", "version", *MODEL, "kernels"),
+    ),
+    ("hgrn_vision", "cli", ("commands",)),
+    ("hgrn_vision", "__main__", ("cli",)),
+    (".", "train_imagenet", ("cli",)),
 ]
+ROWS = {ROOT / folder / f"{name}.py": allowed for folder, names, allowed in TABLE for name in names.split()}
 
 
-@pytest.mark.parametrize("pattern, allowed", LAYERS)
-def test_who_imports_whom(pattern, allowed):
-    for path in ROOT.glob(pattern):
-        for name in project_imports(path):
-            assert name.startswith(allowed), f"{path.relative_to(ROOT)} imports {name}"
+def test_every_file_is_in_the_table_once():
+    files = [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "hgrn_vision").rglob("*.py"), *ROOT.glob("*.py")]
+    assert sorted(ROWS) == sorted(files)
+    assert len(ROWS) == sum(len(names.split()) for _, names, _ in TABLE)
+
+
+@pytest.mark.parametrize("path", ROWS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_who_imports_whom(path):
+    for name in project_imports(path):
+        assert any(f"{name}/".startswith(f"{allowed}/") for allowed in ROWS[path]), f"{path} imports {name}"
+
+
+def test_no_command_imports_another():
+    commands = {path.stem for path in (ROOT / "hgrn_vision" / "commands").glob("[!_]*.py")}
+    assert commands == set(cli.COMMANDS)
+    for path in (ROOT / "hgrn_vision" / "commands").glob("*.py"):
+        imported = {name.split("/")[1] for name in project_imports(path) if name.startswith("commands/")}
+        assert not imported & commands, path
 
 
 def test_no_file_is_called_like_one_of_timms():

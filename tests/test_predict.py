@@ -21,11 +21,11 @@ from PIL import Image
 from saved_models import CLASSES, edit_config, save_model, write_picture
 
 from hgrn_vision.cli import main
+from hgrn_vision.commands import predict
 from hgrn_vision.data.images import open_image
 from hgrn_vision.inference.classify import classify
 from hgrn_vision.inference.pretrained import load_model
 from hgrn_vision.report import gallery
-from hgrn_vision.tools import predict
 
 ROOT = Path(__file__).resolve().parent.parent
 

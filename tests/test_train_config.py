@@ -12,8 +12,8 @@ from launcher import ROOT
 from PIL import Image
 
 from hgrn_vision.cli import main
+from hgrn_vision.commands import train as tool
 from hgrn_vision.randomness import fold
-from hgrn_vision.tools import train as tool
 from hgrn_vision.train.config import TrainConfig, from_mapping, read_yaml, recipe_changes, to_mapping, to_yaml
 from hgrn_vision.train.recipes import RECIPES
 

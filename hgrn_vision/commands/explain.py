@@ -18,9 +18,8 @@ from ..inference.pretrained import LoadedModel, load_model
 from ..report.explanation import ExplainedImage, Explanation, render_explanation
 from ..report.interpret_figures import evidence_figure, gate_figure, mixing_figure
 from ..report.style import to_png
-from .flags import at_least_one
-from .output import check_free, open_output, printable
-from .predict import find_pictures
+from ._console import check_free, open_output, printable
+from ._flags import at_least_one, find_pictures
 
 EXAMPLE = "hgrn-vision explain runs/flowers rose.jpg tulip.jpg --output explained"
 ANSWERS = 5

@@ -1,13 +1,17 @@
-"""Flags that several commands have; those of the training settings come from its fields, so that there is one list."""
+"""Arguments that several commands have; flags of settings come from their fields, so that there is one list of them."""
 
 import argparse
-from collections.abc import Collection, Mapping
+import glob
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
 import yaml
 
 from ..data.images import MAX_PIXELS
+from ..data.sources import EXTENSIONS, MORE_EXTENSIONS
 from ..train.config import TrainConfig, describe, field_types
 
 
@@ -111,3 +115,30 @@ def _spell(default: Any) -> str:
     if isinstance(default, float):
         return f"{default:g}"
     return str(default) if default not in (None, "", {}) else "none"
+
+
+def find_pictures(inputs: Iterable[str]) -> Iterator[str]:
+    """Paths of the inputs, one by one; what is not there is passed on, so that it gets a row of its own."""
+    for text in inputs:
+        if text == "-":
+            lines = (os.fsdecode(line.rstrip(b"\r\n")) for line in sys.stdin.buffer)
+            yield from find_pictures(line for line in lines if line and line != "-")
+        elif os.path.isdir(text):
+            yield from _below(text)
+        elif glob.has_magic(text) and not os.path.lexists(text):
+            matches = sorted(glob.iglob(text, recursive=True))
+            yield from find_pictures(matches) if matches else [text]
+        else:
+            yield text
+
+
+def _below(folder: str) -> Iterator[str]:
+    found = False
+    for root, folders, files in os.walk(folder, followlinks=True):
+        folders.sort()
+        for name in sorted(files):
+            if name.lower().endswith(EXTENSIONS + MORE_EXTENSIONS) and not name.startswith("."):
+                found = True
+                yield os.path.join(root, name)
+    if not found:
+        yield folder

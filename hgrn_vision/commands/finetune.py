@@ -23,9 +23,9 @@ from ..train.finetune_recipe import (
 )
 from ..train.observer import Outcome
 from ..train.run import train
-from .flags import add_setting_flags, given_settings
-from .running import Display, backend_details, exit_code, is_main
-from .survey import Survey, survey
+from ._console import Display, backend_details, exit_code, is_main
+from ._dataset_check import Survey, survey
+from ._flags import add_setting_flags, given_settings
 
 EXAMPLE = "hgrn-vision finetune flowers/ --output runs/flowers --init runs/digits-hgrn_deit_tiny"
 HOLDOUT = 0.2

@@ -19,9 +19,9 @@ from torch.export import Dim, ExportedProgram
 from ..files import whole_file
 from ..inference.pretrained import LoadedModel, load_model
 from ..version import __version__
-from . import run_exported
-from .flags import at_least_one
-from .output import check_free
+from . import _run_exported
+from ._console import check_free
+from ._flags import at_least_one
 
 EXAMPLE = "hgrn-vision export runs/flowers --format onnx --output flowers.onnx"
 TOLERANCE = 1e-4
@@ -175,7 +175,7 @@ def _run_elsewhere(kind: str, path: Path, inputs: dict[str, np.ndarray]) -> dict
     with tempfile.TemporaryDirectory() as folder:
         exchange = [os.path.join(folder, name) for name in ("inputs.npz", "outputs.npz")]
         np.savez(exchange[0], **inputs)
-        command = [sys.executable, "-W", "ignore", run_exported.__file__, kind, os.path.abspath(path), *exchange]
+        command = [sys.executable, "-W", "ignore", _run_exported.__file__, kind, os.path.abspath(path), *exchange]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -14,8 +14,8 @@ from ..train.evaluation import score
 from ..train.observer import Outcome
 from ..train.recipes import RECIPES
 from ..train.run import train
-from .flags import add_setting_flags, given_settings
-from .running import Display, backend_details, exit_code, is_main
+from ._console import Display, backend_details, exit_code, is_main
+from ._flags import add_setting_flags, given_settings
 
 EXAMPLE = "hgrn-vision train /data/imagenet --recipe paper"
 

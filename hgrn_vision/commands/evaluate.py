@@ -17,8 +17,8 @@ from ..inference.metrics import Metrics, Results, collect, measure
 from ..inference.pretrained import load_model
 from ..report.confusion import confusion_figure
 from ..train.config import TrainConfig
-from .flags import add_inference_arguments
-from .output import check_free, open_output, printable
+from ._console import check_free, open_output, printable
+from ._flags import add_inference_arguments
 
 EXAMPLE = "hgrn-vision evaluate runs/flowers flowers/ --output flowers-evaluation"
 FILES = ("metrics.json", "classes.csv", "confusion.csv", "confusion.png", "predictions.csv")

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import csv
-import glob
 import json
 import os
 import sys
@@ -15,12 +14,11 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..data.images import BadImage, open_image
-from ..data.sources import EXTENSIONS, MORE_EXTENSIONS
 from ..inference.classify import Answer, classify
 from ..inference.pretrained import load_model
 from ..report.gallery import Gallery, thumbnail
-from .flags import add_inference_arguments, at_least_one
-from .output import STDOUT, check_free, open_output, printable
+from ._console import STDOUT, check_free, open_output, printable
+from ._flags import add_inference_arguments, at_least_one, find_pictures
 
 EXAMPLE = "hgrn-vision predict runs/flowers photos/ --top 3 --csv labels.csv --html labels.html"
 
@@ -68,33 +66,6 @@ def run(args: argparse.Namespace) -> int:
     if failed:
         print(f"hgrn-vision predict: {failed} of {total} inputs could not be read", file=sys.stderr)
     return 1 if failed else 0
-
-
-def find_pictures(inputs: Iterable[str]) -> Iterator[str]:
-    """Paths of the inputs, one by one; what is not there is passed on, so that it gets a row of its own."""
-    for text in inputs:
-        if text == "-":
-            lines = (os.fsdecode(line.rstrip(b"\r\n")) for line in sys.stdin.buffer)
-            yield from find_pictures(line for line in lines if line and line != "-")
-        elif os.path.isdir(text):
-            yield from _below(text)
-        elif glob.has_magic(text) and not os.path.lexists(text):
-            matches = sorted(glob.iglob(text, recursive=True))
-            yield from find_pictures(matches) if matches else [text]
-        else:
-            yield text
-
-
-def _below(folder: str) -> Iterator[str]:
-    found = False
-    for root, folders, files in os.walk(folder, followlinks=True):
-        folders.sort()
-        for name in sorted(files):
-            if name.lower().endswith(EXTENSIONS + MORE_EXTENSIONS) and not name.startswith("."):
-                found = True
-                yield os.path.join(root, name)
-    if not found:
-        yield folder
 
 
 def _read(path: str, max_pixels: int) -> Image.Image:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ..data.images import BadImage
 from ..data.sources import EXTENSIONS, MORE_EXTENSIONS
 from ..data.splits import Split
-from .output import printable
+from ._console import printable
 
 LOOKED_AT = 5000  # pictures; of more, as many are drawn
 NAMED = 3  # examples that are printed

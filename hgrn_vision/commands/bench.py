@@ -21,7 +21,7 @@ from ..backend import choose
 from ..kernels import cpu_block
 from ..report.speed import plot_speed
 from ..train.memory import keep_freed_memory
-from .output import check_free, open_output
+from ._console import check_free, open_output
 
 EXAMPLE = "hgrn-vision bench --sizes 224 384 --output runs/bench"
 MODELS = ["hgrn_deit_tiny_patch16_224", "hgrn_deit_small_patch16_224"]
