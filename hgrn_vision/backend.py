@@ -56,19 +56,19 @@ def _check_name(name: str, where: str) -> None:
 
 
 @lru_cache
-def kernels(backend: str):
-    """The module of a backend's kernels, imported on first use."""
-    return importlib.import_module(f"hgrn_vision.kernels.{backend}_scan")
+def kernels(backend: str, operation: str = "scan"):
+    """The module of a backend's kernels for an operation, imported on first use."""
+    return importlib.import_module(f"hgrn_vision.kernels.{backend}_{operation}")
 
 
 @lru_cache
 def unavailable(backend: str, dtype: torch.dtype = torch.float32) -> str | None:
     """Why a backend cannot run on this machine, or None if it can; builds the CPU's kernels where that is to do."""
     try:
-        module = kernels(backend)
+        kernels(backend)
     except ImportError as error:
         return str(error)
-    return module.unavailable(dtype) if backend == "cpu" else None
+    return kernels(backend, "library").unavailable(dtype) if backend == "cpu" else None
 
 
 def _unfit(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:

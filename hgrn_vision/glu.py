@@ -28,7 +28,7 @@ def glu(x: torch.Tensor, bias: torch.Tensor | None, backend: str | None = None) 
     # elsewhere there is no kernel of its own: a compiled model fuses the plain operations itself
     if bias is None or backend != "cpu":
         return _plain(x, bias)
-    return _glu(x, bias, backend) if needs_dispatcher(x, bias) else kernels(backend).glu_forward(x, bias)
+    return _glu(x, bias, backend) if needs_dispatcher(x, bias) else kernels(backend, "glu").forward(x, bias)
 
 
 def _plain(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -40,7 +40,7 @@ def _plain(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 @torch.library.custom_op("hgrn_vision::glu", mutates_args=())
 def _glu(x: torch.Tensor, bias: torch.Tensor, backend: str) -> torch.Tensor:
-    return kernels(backend).glu_forward(x, bias)
+    return kernels(backend, "glu").forward(x, bias)
 
 
 @_glu.register_fake
@@ -52,7 +52,7 @@ def _(x, bias, backend):
 def _glu_backward(
     dout: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return kernels(backend).glu_backward(dout, x, bias)
+    return kernels(backend, "glu").backward(dout, x, bias)
 
 
 @_glu_backward.register_fake

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from .cpu_scan import BLOCK, call, channels_room, chunk_length
+from .cpu_library import BLOCK, call
+from .cpu_scan import channels_room, chunk_length
 
 # tokens that a thread takes through a block at once: fewer make the products slower, more leave the cache
 SLICE = 512

@@ -1,4 +1,4 @@
-/* The activation of the gated linear unit on CPUs, SiLU(a) * v, forward and backward; cpu_scan.py launches it.
+/* The activation of the gated linear unit on CPUs, SiLU(a) * v, forward and backward; cpu_glu.py launches it.
  *
  * A row of x is [a | v], both of H channels and still without their bias. A unit of work is ROWS rows, however many
  * threads there are, and sums are taken in the order of rows: the number of threads does not change a bit. */

@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_blocks import (
+from .triton_math import (
     accumulate,
     add,
     advance,

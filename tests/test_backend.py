@@ -12,7 +12,7 @@ from scan_cases import inputs, relative_error, with_grads
 
 from hgrn_vision import backend, hgru_scan, set_backend
 from hgrn_vision.glu import _glu, _glu_backward, glu
-from hgrn_vision.kernels import cpu_block, cpu_scan, reference
+from hgrn_vision.kernels import cpu_block, cpu_glu, cpu_scan, reference
 from hgrn_vision.scan import _scan, _scan_backward
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,10 +92,10 @@ def test_tracing_records_plain_operations():
 def test_kernels_run_with_and_without_gradients(monkeypatch):
     """The model really takes the kernels, not the fallback."""
     calls = []
-    for name in ("forward", "backward", "glu_forward", "glu_backward", "block_forward"):
-        module = cpu_block if name == "block_forward" else cpu_scan
-        kernel = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, k=kernel, n=name: (calls.append(n), k(*a))[1])
+    kernels = [(cpu_scan, "forward"), (cpu_scan, "backward"), (cpu_glu, "forward"), (cpu_glu, "backward")]
+    for module, name in [*kernels, (cpu_block, "block_forward")]:
+        kernel, called = getattr(module, name), f"glu_{name}" if module is cpu_glu else name
+        monkeypatch.setattr(module, name, lambda *a, k=kernel, n=called: (calls.append(n), k(*a))[1])
     model = timm.create_model("hgrn_deit_tiny", **MODEL)
     x = torch.randn(1, 3, 16, 16)
     with torch.no_grad():

@@ -10,10 +10,10 @@ from torch import nn
 
 import hgrn_vision
 from hgrn_vision.block import Block
-from hgrn_vision.kernels import cpu_block, cpu_scan, reference
+from hgrn_vision.kernels import cpu_block, cpu_library, reference
 from hgrn_vision.layers import Hgru
 
-REASON = cpu_scan.unavailable()
+REASON = cpu_library.unavailable()
 pytestmark = pytest.mark.skipif(
     bool(REASON) or not cpu_block.has_block(torch.empty(1, 1, 32)), reason=f"no kernel for blocks here: {REASON}"
 )

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hgrn_vision.kernels import cpu_build, cpu_scan, reference
+from hgrn_vision.kernels import cpu_build, cpu_glu, cpu_library, cpu_scan, reference
 
-CHUNK, BLOCK = cpu_scan.CHUNK, cpu_scan.BLOCK
-REASON = cpu_scan.unavailable()
+CHUNK, BLOCK = cpu_library.CHUNK, cpu_library.BLOCK
+REASON = cpu_library.unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=f"no CPU kernels here: {REASON}")
 NAMES = ("out", "dx", "dbias", "dlower_bound", "dtheta")
 
@@ -139,7 +139,7 @@ def test_any_strides(D):
     got = by_kernel(torch.float32, *spread, theta.t().contiguous().t(), torch.tensor(0.5).expand_as(dout))
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
-    glu = [cpu_scan.glu_forward(t, None) for t in (x, spread[0])] if D % 2 == 0 else [x, x]
+    glu = [cpu_glu.forward(t, None) for t in (x, spread[0])] if D % 2 == 0 else [x, x]
     assert torch.equal(*glu)
 
 
@@ -149,8 +149,8 @@ def test_empty_batch():
         result = by_kernel(torch.float32, x, bias, lower_bound, theta, dout)
         assert result["out"].shape == (0, 7, 12) and result["dx"].shape == x.shape
         assert all(not result[name].any() for name in NAMES[2:])
-    out = cpu_scan.glu_forward(torch.empty(0, 7, 12), None)
-    dx, dbias = cpu_scan.glu_backward(out, torch.empty(0, 7, 12), torch.zeros(12))
+    out = cpu_glu.forward(torch.empty(0, 7, 12), None)
+    dx, dbias = cpu_glu.backward(out, torch.empty(0, 7, 12), torch.zeros(12))
     assert out.shape == (0, 7, 6) and dx.shape == (0, 7, 12) and not dbias.any()
 
 
@@ -171,7 +171,7 @@ def guarded_memory(monkeypatch):
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
+@pytest.mark.parametrize("dtype", cpu_library.DTYPES)
 @pytest.mark.parametrize("B, T, K, rows", [(2, CHUNK + 1, 2, 5), (2, 3, 1, 3), (1, 4 * CHUNK + 1, 2, 5)])
 def test_stays_within_its_buffers(guarded_memory, dtype, B, T, K, rows):
     inputs = make_inputs(B, T, 2 * BLOCK, K, rows)
@@ -186,12 +186,12 @@ def test_stays_within_its_buffers(guarded_memory, dtype, B, T, K, rows):
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
     x, bias, dout = inputs[0][..., : 2 * BLOCK], inputs[1][: 2 * BLOCK], inputs[4][..., :BLOCK]
-    cpu_scan.glu_forward(between_nans(x.to(dtype)), between_nans(bias))
-    cpu_scan.glu_backward(between_nans(dout.to(dtype)), between_nans(x.to(dtype)), bias)
+    cpu_glu.forward(between_nans(x.to(dtype)), between_nans(bias))
+    cpu_glu.backward(between_nans(dout.to(dtype)), between_nans(x.to(dtype)), bias)
     assert guarded_memory()
 
 
-@pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
+@pytest.mark.parametrize("dtype", cpu_library.DTYPES)
 @pytest.mark.parametrize("B, T", [(3, 50), (1, 150)])
 def test_bits_do_not_depend_on_threads(dtype, B, T):
     inputs = make_inputs(B, T, 96)
@@ -201,8 +201,8 @@ def test_bits_do_not_depend_on_threads(dtype, B, T):
     try:
         for threads in (1, 2, 3, 2):
             torch.set_num_threads(threads)
-            result = by_kernel(dtype, *inputs) | {"glu": cpu_scan.glu_forward(x, inputs[1])}
-            result |= dict(zip(("glu_dx", "glu_dbias"), cpu_scan.glu_backward(dout, x, inputs[1]), strict=True))
+            result = by_kernel(dtype, *inputs) | {"glu": cpu_glu.forward(x, inputs[1])}
+            result |= dict(zip(("glu_dx", "glu_dbias"), cpu_glu.backward(dout, x, inputs[1]), strict=True))
             results.append(result)
     finally:
         torch.set_num_threads(before)
@@ -211,7 +211,7 @@ def test_bits_do_not_depend_on_threads(dtype, B, T):
             assert torch.equal(value, results[0][name]), name
 
 
-@pytest.mark.parametrize("dtype", cpu_scan.DTYPES)
+@pytest.mark.parametrize("dtype", cpu_library.DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (5, 17, 2 * 33), (3, 41, 2 * 128)], ids=str)
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_glu_matches_float64(dtype, shape, with_bias):
@@ -223,8 +223,8 @@ def test_glu_matches_float64(dtype, shape, with_bias):
     want_dx, want_dbias = torch.autograd.grad(want, leaves, dout.double(), allow_unused=True)
 
     given = bias.to(torch.float64 if dtype == torch.float64 else torch.float32) if with_bias else None
-    out = cpu_scan.glu_forward(x, given)
-    dx, dbias = cpu_scan.glu_backward(dout, x, given)
+    out = cpu_glu.forward(x, given)
+    dx, dbias = cpu_glu.backward(dout, x, given)
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
     assert out.dtype == dx.dtype == dtype
     assert error(out, want.detach()) <= tolerance and error(dx, want_dx) <= tolerance
@@ -234,7 +234,7 @@ def test_glu_matches_float64(dtype, shape, with_bias):
 @pytest.mark.parametrize("dtype, ulp", [(torch.float32, 2**-23), (torch.float64, 2**-52)])
 def test_gates_keep_their_precision_when_saturated(dtype, ulp):
     a = torch.linspace(-80, 80, 4001, dtype=dtype)
-    silu = cpu_scan.glu_forward(torch.stack([a, torch.ones_like(a)], dim=-1), None).squeeze(-1)
+    silu = cpu_glu.forward(torch.stack([a, torch.ones_like(a)], dim=-1), None).squeeze(-1)
     want = a.double() / (1 + (-a.double()).exp())
     assert ((silu.double() - want).abs() <= 4 * ulp * want.abs()).all()
 
@@ -242,7 +242,7 @@ def test_gates_keep_their_precision_when_saturated(dtype, ulp):
 def test_nan_and_infinity_are_not_hidden():
     x, bias, lower_bound, theta, dout = (t.float() for t in make_inputs(1, 40, BLOCK, K=1))
     x[0, 10, 3] = float("nan")
-    for dtype in cpu_scan.DTYPES:
+    for dtype in cpu_library.DTYPES:
         result = by_kernel(dtype, x, bias, lower_bound, theta, dout)
         # a causal scan hands it on to later tokens of its channel, and only to them
         bad = torch.zeros(40, 2 * BLOCK, dtype=torch.bool)
@@ -251,13 +251,13 @@ def test_nan_and_infinity_are_not_hidden():
         assert not result["out"][0][:, [0, 1, 2, 4]].isnan().any()
         assert result["dx"][0, 10, 3].isnan() and result["dbias"][3].isnan()
     a = torch.tensor([float("inf"), float("nan"), 1000.0, -1000.0])
-    silu = cpu_scan.glu_forward(torch.stack([a, torch.ones(4)], dim=-1), None).squeeze(-1)
+    silu = cpu_glu.forward(torch.stack([a, torch.ones(4)], dim=-1), None).squeeze(-1)
     torch.testing.assert_close(silu, torch.tensor([float("inf"), float("nan"), 1000.0, 0.0]), equal_nan=True)
 
 
 def run(code, **environment):
-    """Run Python code in a process of its own, with the kernels as `cpu_scan`."""
-    program = "import torch; from hgrn_vision.kernels import cpu_scan\n" + code
+    """Run Python code in a process of its own, with the kernels' modules imported."""
+    program = "import torch; from hgrn_vision.kernels import cpu_glu, cpu_library, cpu_scan\n" + code
     path = str(Path(__file__).resolve().parent.parent)
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
@@ -290,37 +290,37 @@ print(*{line.split()[-1] for line in maps.splitlines() if 'gomp' in line or 'iom
 def fresh(monkeypatch, tmp_path):
     """Kernels not yet loaded, and an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_scan._library.cache_clear()
+    cpu_library._library.cache_clear()
     yield tmp_path / "hgrn_vision"
     monkeypatch.undo()
-    cpu_scan._library.cache_clear()
+    cpu_library._library.cache_clear()
 
 
 def works():
-    return cpu_scan.glu_forward(torch.tensor([[0.0, 1.0]]), None).tolist() == [[0.0]]
+    return cpu_glu.forward(torch.tensor([[0.0, 1.0]]), None).tolist() == [[0.0]]
 
 
 def test_processes_that_build_at_once(fresh):
-    code = "print(cpu_scan.unavailable(), cpu_scan.glu_forward(torch.tensor([[0.0, 1.0]]), None).tolist())"
+    code = "print(cpu_library.unavailable(), cpu_glu.forward(torch.tensor([[0.0, 1.0]]), None).tolist())"
     both = [run(code) for _ in range(2)]
     assert [process.communicate()[0] for process in both] == ["None [[0.0]]\n"] * 2
     assert fresh.stat().st_mode & 0o777 == 0o700
     kept = list(fresh.iterdir())
     assert kept and all(re.fullmatch(r"[0-9a-f]{16}-[0-9a-f]{16}\.so", path.name) for path in kept)
     modified = {path: path.stat().st_mtime_ns for path in kept}
-    assert cpu_scan.unavailable() is None and works()
+    assert cpu_library.unavailable() is None and works()
     assert {path: path.stat().st_mtime_ns for path in fresh.iterdir()} == modified
 
 
 def test_truncated_library_is_built_again(fresh):
-    assert cpu_scan.unavailable() is None
+    assert cpu_library.unavailable() is None
     (library,) = fresh.iterdir()
     whole = library.read_bytes()
     # a file of its own: the one that is loaded must stay whole
     library.unlink()
     library.write_bytes(whole[: len(whole) // 2])
-    cpu_scan._library.cache_clear()
-    assert cpu_scan.unavailable() is None and works()
+    cpu_library._library.cache_clear()
+    assert cpu_library.unavailable() is None and works()
     (library,) = fresh.iterdir()
     assert len(library.read_bytes()) == len(whole)
 
@@ -328,7 +328,7 @@ def test_truncated_library_is_built_again(fresh):
 def test_cache_folder_that_cannot_be_made(fresh, monkeypatch):
     fresh.parent.joinpath("file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh.parent / "file"))
-    assert cpu_scan.unavailable() is None and works()
+    assert cpu_library.unavailable() is None and works()
     assert not fresh.exists()
 
 
@@ -336,7 +336,7 @@ def test_cache_folder_that_cannot_be_made(fresh, monkeypatch):
 def test_cache_folder_of_someone_else_is_not_used(fresh):
     fresh.mkdir()
     os.chown(fresh, 12345, 12345)
-    assert cpu_scan.unavailable() is None and works()
+    assert cpu_library.unavailable() is None and works()
     assert not list(fresh.iterdir())
 
 
@@ -349,17 +349,17 @@ def test_no_compiler(fresh, monkeypatch, compiler, says):
     else:
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.setenv("PATH", str(fresh))
-    reason = cpu_scan.unavailable()
+    reason = cpu_library.unavailable()
     assert says in reason and "\n" not in reason
     with pytest.raises(RuntimeError, match="cannot be used"):
         works()
 
 
 def test_failed_build_names_the_error(fresh, monkeypatch):
-    monkeypatch.setattr(cpu_scan, "FLAGS", (*cpu_scan.FLAGS, "-include", "no_such_header.h"))
-    assert "no_such_header.h" in cpu_scan.unavailable()
+    monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "-include", "no_such_header.h"))
+    assert "no_such_header.h" in cpu_library.unavailable()
 
 
 def test_compiler_without_openmp_builds_for_one_thread(fresh, monkeypatch):
     monkeypatch.setattr(cpu_build, "_openmp_runtime", lambda: "/no/such/libgomp.so")
-    assert cpu_scan.unavailable() is None and works()
+    assert cpu_library.unavailable() is None and works()

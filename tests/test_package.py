@@ -60,7 +60,7 @@ MODEL = ("backend", "block", "glu", "hgrn", "layers", "recompute", "scan", "weig
 TABLE = [
     (
         "kernels",
-        "reference torch_scan triton_scan triton_blocks aot cpu_build cpu_scan cpu_block",
+        "reference torch_scan triton_scan triton_math aot cpu_library cpu_build cpu_scan cpu_glu cpu_block",
         ("kernels",),
     ),
     ("hgrn_vision", "version files randomness recompute weights", ()),

@@ -1,0 +1,88 @@
+"""The fused CPU kernels as a library: plain C (cpu_*.c), compiled on first use, once for each dtype, called by ctypes.
+
+The kernels share the OpenMP runtime that torch has loaded; results do not depend on the number of threads.
+"""
+
+import ctypes
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+from .cpu_build import BuildError, find_or_build
+
+# channels that go together: two vectors of AVX-512
+BLOCK = 32
+# tokens of a chunk, at most; states are saved between chunks, and computed again inside them in backward
+CHUNK = 32
+# rows of a work unit of the GLU
+ROWS = 16
+
+DTYPES = {torch.float32: "HGRN_F32", torch.float64: "HGRN_F64", torch.bfloat16: "HGRN_BF16"}
+FOLDER = Path(__file__).resolve().parent
+# of each function: pointers, reals, then integers
+ARGUMENTS = {
+    "cpu_scan_forward.c": {"scan_forward": (9, 0, 7)},
+    "cpu_scan_backward.c": {"scan_backward": (12, 0, 7)},
+    "cpu_glu.c": {"glu_forward": (3, 0, 3), "glu_backward": (6, 0, 3)},
+    "cpu_block.c": {"block_forward": (8, 3, 12)},
+}
+FLAGS = (
+    "-O3",
+    "-std=c11",
+    "-fPIC",
+    # not -ffast-math: merely loading such a library can make the whole process flush denormals, and NaN tests vanish
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    f"-DBLOCK={BLOCK}",
+    f"-DCHUNK={CHUNK}",
+    f"-DROWS={ROWS}",
+)
+
+
+def unavailable(dtype: torch.dtype = torch.float32) -> str | None:
+    """Why the kernels for a dtype cannot be used, or None if they can; builds them on the first call."""
+    library = _library(dtype)
+    return library if isinstance(library, str) else None
+
+
+def call(name: str, like: torch.Tensor, *args: torch.Tensor | float) -> None:
+    """Call a C function, compiled for the dtype of `like`."""
+    library = _library(like.dtype)
+    if isinstance(library, str):
+        raise RuntimeError(f"the CPU kernels cannot be used: {library}")
+    getattr(library, name)(*[_argument(a) for a in args])
+
+
+def _argument(value):
+    """As C wants it: the address of what a tensor, an array or a structure holds, a number as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return ctypes.addressof(value) if isinstance(value, ctypes.Array | ctypes.Structure) else value
+
+
+def threads(x: torch.Tensor) -> int:
+    """How many threads the kernels are to use for x."""
+    # below this a second thread costs more than it saves; torch itself draws the line at the same size
+    return torch.get_num_threads() if x.numel() >= 32768 else 1
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
+    """The kernels for a dtype, or the reason why there are none."""
+    if sys.platform == "win32":
+        return "they are not built on Windows"
+    # torch's library has no such product of bf16
+    sources = [name for name in ARGUMENTS if dtype != torch.bfloat16 or name != "cpu_block.c"]
+    try:
+        flags = [*FLAGS, f"-D{DTYPES[dtype]}"]
+        library = find_or_build([FOLDER / name for name in sources], sorted(FOLDER.glob("*.h")), flags)
+    except (BuildError, OSError) as error:
+        return str(error)
+    for name, (pointers, reals, integers) in [item for source in sources for item in ARGUMENTS[source].items()]:
+        function = getattr(library, name)
+        function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_double] * reals + [ctypes.c_int64] * integers
+        function.restype = None
+    return library
