@@ -11,7 +11,7 @@ import pytest
 from hgrn_vision.kernels import aot
 
 pytest.importorskip("triton.knobs", reason="needs triton 3.4 or newer")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 AOT = [sys.executable, "-m", "hgrn_vision.kernels.aot"]
 
 

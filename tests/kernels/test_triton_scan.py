@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
-TESTS = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_cases(selection, **environment):
@@ -21,12 +21,12 @@ def run_cases(selection, **environment):
         "-q",
         "-p",
         "no:cacheprovider",
-        TESTS / "triton_cases.py",
+        Path(__file__).with_name("triton_cases.py"),
         "-k",
         selection,
     ]
-    path = {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment | path, capture_output=True, text=True, cwd=TESTS.parent)
+    path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment | path, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

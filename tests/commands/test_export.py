@@ -21,7 +21,7 @@ from hgrn_vision.commands import export
 from hgrn_vision.data.images import open_image
 from hgrn_vision.inference.pretrained import load_model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OTHER_SHAPES = [(1, 3, 16, 16), (5, 3, 8, 60), (2, 3, 36, 24), (1, 3, 512, 8)]
 
 

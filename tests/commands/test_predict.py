@@ -27,7 +27,7 @@ from hgrn_vision.inference.classify import classify
 from hgrn_vision.inference.pretrained import load_model
 from hgrn_vision.report import gallery
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -107,9 +107,12 @@ def test_only_recipe_settings_count_as_changes():
     assert recipe_changes(old, new) == {"lr": (2.5e-4, 1.0), "betas": ([0.9, 0.98], [0.9, 0.99])}
 
 
-def test_training_neither_prints_nor_parses():
-    """It is used from Python too: showing things is the command's part."""
-    for path in (ROOT / "hgrn_vision" / "train").glob("*.py"):
+@pytest.mark.parametrize("folder", ["data", "report", "train", "inference"])
+def test_only_commands_print_and_parse(folder):
+    """The rest is used from Python too: showing things is the command's part."""
+    paths = list((ROOT / "hgrn_vision" / folder).glob("*.py"))
+    assert paths
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             assert not (isinstance(node, ast.Name) and node.id == "print"), path
             assert not (isinstance(node, ast.Import) and "argparse" in [name.name for name in node.names]), path

@@ -15,7 +15,7 @@ from hgrn_vision.glu import _glu, _glu_backward, glu
 from hgrn_vision.kernels import cpu_block, cpu_glu, cpu_scan, reference
 from hgrn_vision.scan import _scan, _scan_backward
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_classes=3)
 
 

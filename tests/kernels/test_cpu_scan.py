@@ -258,7 +258,7 @@ def test_nan_and_infinity_are_not_hidden():
 def run(code, **environment):
     """Run Python code in a process of its own, with the kernels' modules imported."""
     program = "import torch; from hgrn_vision.kernels import cpu_glu, cpu_library, cpu_scan\n" + code
-    path = str(Path(__file__).resolve().parent.parent)
+    path = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hgrn_vision.cli import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 # the commands as they are written, but a small model and few steps
 SHORTER = {
