@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench
+.PHONY: demo test test-machine lint bench
 
 $(INSTALLED): setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,6 +16,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
+
+# measurements: one at a time, on a machine that does nothing else
+test-machine: $(INSTALLED)
+	$(BIN)/python -m pytest -m machine
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,6 +1,8 @@
+import random
 import signal
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 warnings.filterwarnings("ignore", message="`torch.jit", category=FutureWarning)
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed():
+def seed_everything():
+    random.seed(0)
+    np.random.seed(0)
     torch.manual_seed(0)
+
+
+# before fixtures that several tests share, which would else depend on the test that ran before them
+@pytest.fixture(autouse=True, scope="module")
+def fixed_seed_of_the_module():
+    seed_everything()
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed(fixed_seed_of_the_module):
+    seed_everything()

@@ -55,6 +55,7 @@ def test_table_and_chart(small_models, tmp_path, capsys):
     assert "--force" in capsys.readouterr().err
 
 
+@pytest.mark.machine
 def test_peak_memory_sees_what_a_step_allocates():
     def step():
         torch.zeros(2**24).add_(1)  # 64 MB

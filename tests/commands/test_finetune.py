@@ -337,7 +337,7 @@ def test_quick_is_five_minutes_of_arithmetic(images):
 def test_help_fits_a_screen_and_has_an_example(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for command in ("finetune", "digits"):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit, match="^0$"):
             main([command, "--help"])
         text = capsys.readouterr().out
         assert len(text.splitlines()) <= 36 and f"example:  hgrn-vision {command}" in text

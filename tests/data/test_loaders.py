@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -571,9 +570,9 @@ def test_workers_outlive_signals_and_epochs():
     assert len(list(steps)) == 21
     next(loader.epoch(1))
     assert loader.source.loader._iterator._workers == processes and all(p.is_alive() for p in processes)
-    started = time.monotonic()
     loader.close()
-    assert not any(p.is_alive() for p in processes) and time.monotonic() - started < 4
+    # ended as they were told, none was killed
+    assert [p.exitcode for p in processes] == [0, 0]
 
 
 def test_an_error_elsewhere_is_not_held_up_by_workers(tmp_path):
@@ -610,8 +609,11 @@ def test_tar_members_are_read_by_several_workers(tmp_path):
     settings = config(data=str(tmp_path / "all.tar"), holdout=0.5, workers=3, batch_size=2, micro_batch=2)
     _, validation = open_splits(settings)
     validation.load(0)
+    count = 0
     for batch in EvalLoader(validation, settings, SPEC):
         assert batch.images[:, 1, 0, 0].tolist() == batch.targets.tolist() and not batch.bad
+        count += len(batch.targets)
+    assert count == len(validation) == 32
 
 
 # images in turn

@@ -6,6 +6,7 @@ importing torch are saved. `Launcher` is the client, and the file run as a scrip
 
 import json
 import os
+import pkgutil
 import resource
 import signal
 import socket
@@ -50,8 +51,14 @@ class Launcher:
         self.server.stdin.flush()
         return json.loads(self.server.stdout.readline())
 
-    def start(self, *arguments, environment: dict[str, str] | None = None, file_limit: int = 0) -> Process:
-        """One process; `file_limit` is the size in bytes at which its disk is full."""
+    def start(
+        self,
+        *arguments,
+        environment: dict[str, str] | None = None,
+        file_limit: int = 0,
+        moment: tuple[int, str, str, int] | None = None,
+    ) -> Process:
+        """One process; `file_limit` is the size in bytes at which its disk is full, `moment` the arguments of `arm`."""
         self.count += 1
         log = self.folder / f"process{self.count}.txt"
         question = {
@@ -60,17 +67,24 @@ class Launcher:
             "folder": str(self.folder),
             "log": str(log),
             "file_limit": file_limit,
+            "moment": moment,
         }
         return Process(self, self.ask(question), log)
 
-    def start_ranks(self, count: int, *arguments) -> list[Process]:
-        """As torchrun does, without its restarts."""
+    def start_ranks(
+        self, count: int, *arguments, moments: dict[int, tuple[int, str, str, int]] | None = None
+    ) -> list[Process]:
+        """As torchrun does, without its restarts; `moments` are by rank."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-        return [self.start(*arguments, environment=rank) for rank in ranks]
+        moments = moments or {}
+        return [
+            self.start(*arguments, environment=variables, moment=moments.get(rank))
+            for rank, variables in enumerate(ranks)
+        ]
 
     def run(self, *arguments, **options) -> tuple[int, str]:
         """Exit code and output of one process."""
@@ -117,6 +131,32 @@ def become(question: dict) -> None:
     if question["file_limit"]:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (question["file_limit"], question["file_limit"]))
+    if question["moment"]:
+        arm(*question["moment"])
+
+
+def arm(number: int, function: str, about: str, time: int) -> None:
+    """This process gets signal `number` when it calls a function for the `time`-th time.
+
+    Args:
+        number: of the signal.
+        function: its full name, as in 'os.replace'.
+        about: how the last argument of a call that counts ends, such as a file's name; '' for all calls.
+        time: 1 is the first.
+    """
+    owner, _, name = function.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    original, count = getattr(owner, name), 0
+
+    def watched(*args, **kwargs):
+        nonlocal count
+        count += not about or str(args[-1]).endswith(about)
+        if count == time:
+            count += 1
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
 
 
 def wait(pid: int, seconds: float) -> int:

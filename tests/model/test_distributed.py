@@ -1,7 +1,5 @@
 """A model under DistributedDataParallel: two processes get the gradients of one on the whole batch."""
 
-import os
-
 import timm
 import torch
 import torch.distributed as dist
@@ -28,11 +26,11 @@ def worker(rank, store, result):
     dist.destroy_process_group()
 
 
-def test_two_processes_equal_one(tmp_path):
+def test_two_processes_equal_one(tmp_path, monkeypatch):
     import hgrn_vision  # noqa: F401
 
     result = tmp_path / "gradients.pt"
-    os.environ["OMP_NUM_THREADS"] = "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     mp.spawn(worker, args=(tmp_path / "store", result), nprocs=2)
     model, x = make()
     model(x).square().mean().backward()

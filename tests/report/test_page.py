@@ -192,7 +192,7 @@ def test_names_that_are_no_text(data, tmp_path):
 def test_a_failed_report_leaves_the_old_one(data, tmp_path):
     write_report(tmp_path / "report.html", data)
     before = (tmp_path / "report.html").read_bytes()
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="NoneType"):
         write_report(tmp_path / "report.html", replace(data, gates=[None]))
     assert (tmp_path / "report.html").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

@@ -1,10 +1,15 @@
 import ctypes
+import resource
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from hgrn_vision.train import memory
+from hgrn_vision.commands import bench
+from hgrn_vision.train import memory, run
+from hgrn_vision.train.config import TrainConfig
 
 STEPS = """
 import resource, sys, torch
@@ -32,6 +37,7 @@ def in_a_process(what):
     return [float(line) for line in done.stdout.split()]
 
 
+@pytest.mark.machine
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_pages_are_mapped_once_and_the_peak_is_still_seen():
     faults, peak = in_a_process("keep")
@@ -40,8 +46,69 @@ def test_pages_are_mapped_once_and_the_peak_is_still_seen():
     assert peak == pytest.approx(64, rel=0.1) and plain_peak == pytest.approx(64, rel=0.1)
 
 
+def test_malloc_is_told_to_keep_what_is_freed(monkeypatch):
+    told = {}
+    library = SimpleNamespace(mallopt=lambda name, value: told.update({name: value}) or 1)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library if name is None else pytest.fail("another library"))
+    assert memory.keep_freed_memory() is True
+    # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h: neither the end of the heap nor large blocks go back
+    assert told == {-1: 2**30, -3: 2**30}
+    library.mallopt = lambda name, value: int(name != -3)
+    assert memory.keep_freed_memory() is False, "malloc refused"
+
+
 def test_harmless_without_glibc(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert not memory.keep_freed_memory()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: pytest.fail("looked for glibc"))
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not memory.keep_freed_memory()
+
+
+class Kept(Exception):
+    pass
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_training_on_a_cpu_keeps_it(device, monkeypatch, tmp_path):
+    def kept():
+        raise Kept
+
+    def opened(*args):
+        raise NotImplementedError("the run began")
+
+    monkeypatch.setattr(run, "start", lambda config: SimpleNamespace(device=torch.device(device), main=True))
+    monkeypatch.setattr(run, "keep_freed_memory", kept)
+    monkeypatch.setattr(run.Run, "open", opened)
+    with pytest.raises(Kept if device == "cpu" else NotImplementedError):
+        run.train(TrainConfig(), tmp_path)
+
+
+@pytest.mark.parametrize("platform, unit", [("linux", 2**10), ("darwin", 2**20)])
+def test_the_peak_is_in_mebibytes(platform, unit, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=300 * unit))
+    assert memory.peak_memory(torch.device("cpu")) == 300
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**20)
+    assert memory.peak_memory(torch.device("cuda")) == 5
+
+
+def test_the_peak_of_a_step_is_counted_from_what_was_held_before_it(monkeypatch):
+    """Freed memory is given back and the peak forgotten after a first step, which leaves what stays."""
+    events, status = [], {"VmRSS": 700, "VmHWM": 1000}
+    note = events.append
+
+    class FakePath(str):
+        def write_text(self, text):
+            note((str(self), text))
+
+    monkeypatch.setattr(bench.cpu_block, "release_memory", lambda: note("release"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=lambda pad: note("trim")))
+    monkeypatch.setattr(bench, "Path", FakePath)
+    monkeypatch.setattr(bench, "_status", lambda field: (note(field), status[field])[1])
+    assert bench.peak_memory(lambda: note("step"), torch.device("cpu")) == 300
+    assert events == ["step", "release", "trim", ("/proc/self/clear_refs", "5"), "VmRSS", "step", "VmHWM"]
+    # a system without them
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert bench.peak_memory(lambda: None, torch.device("cpu")) != bench.peak_memory(lambda: None, torch.device("cpu"))

@@ -1,0 +1,75 @@
+"""What a process of a run decides about the others, without others."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hgrn_vision.train import distributed
+from hgrn_vision.train.config import TrainConfig
+from hgrn_vision.train.distributed import LostRank, World
+
+MISSING = "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 180000 ms\nException raised from somewhere"
+
+
+@pytest.fixture
+def roll_call(monkeypatch):
+    """What a barrier of two ranks was asked, and how it ends."""
+    calls = {"asked": [], "error": None}
+
+    def monitored_barrier(**options):
+        calls["asked"].append(options)
+        if calls["error"]:
+            raise RuntimeError(calls["error"])
+
+    monkeypatch.setattr(dist, "monitored_barrier", monitored_barrier)
+    return calls
+
+
+def test_a_rank_that_does_not_come_is_named_in_one_line(roll_call):
+    world = World(0, 2, timeout=timedelta(minutes=3), control="control")
+    world.meet("step 5")
+    roll_call["error"] = MISSING
+    with pytest.raises(LostRank) as error:
+        world.meet("step 5")
+    assert str(error.value) == f"rank 0 waited up to 3 minutes before step 5: {MISSING.splitlines()[0]}"
+    asked = {"group": "control", "timeout": timedelta(minutes=3), "wait_all_ranks": True}
+    assert roll_call["asked"] == [asked, asked]
+
+
+def test_alone_nobody_is_waited_for(roll_call):
+    World().meet("step 5")
+    assert not roll_call["asked"]
+
+
+@pytest.mark.parametrize("answer", [MISSING, None])
+def test_an_error_of_a_dead_peer_becomes_one_that_says_so(roll_call, answer):
+    roll_call["error"] = answer
+    said = "Connection closed by peer [127.0.0.1]:1234"
+    with pytest.raises(LostRank) as error, World(0, 2).watched("step 5"):
+        raise RuntimeError(said)
+    assert str(error.value) == f"rank 0 lost another rank in step 5: {(answer or said).splitlines()[0]}"
+
+
+@pytest.mark.parametrize("size, message", [(2, "shapes cannot be multiplied"), (1, "Connection closed by peer")])
+def test_other_errors_stay_what_they_are(roll_call, size, message):
+    with pytest.raises(RuntimeError, match=message) as error, World(0, size).watched("step 5"):
+        raise RuntimeError(message)
+    assert type(error.value) is RuntimeError and not roll_call["asked"]
+
+
+def test_the_timeout_is_the_setting(monkeypatch):
+    asked = []
+
+    def rendezvous(address, timeout):
+        asked.append(timeout)
+        return iter([(dist.HashStore(), 0, 2)])
+
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: asked.append(options["timeout"]))
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: asked.append(timeout))
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    world = distributed.start(TrainConfig(device="cpu", timeout_minutes=7))
+    assert (world.rank, world.size) == (0, 2)
+    assert [*asked, world.timeout] == [timedelta(minutes=7)] * 4
