@@ -13,6 +13,7 @@ from typing import NoReturn
 COMMANDS = {
     "train": "train a model, or continue a run",
     "finetune": "a classifier from a folder of your pictures",
+    "distill": "a small model that learns from photographs without labels, taught by a good one",
     "predict": "class names and probabilities for pictures",
     "evaluate": "accuracy of a model on labelled pictures, class by class",
     "bench": "speed and memory beside other models of timm",

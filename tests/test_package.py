@@ -76,7 +76,8 @@ TABLE = [
     ("hgrn_vision", "__init__", ("backend", "hgrn", "scan", "version", "weights")),
     (
         "hgrn_vision/data",
-        "__init__ spec images digits sources splits transforms batches workers indexed streamed loaders",
+        "__init__ spec images digits sources splits transforms batches workers indexed streamed loaders "
+        "imagenet near_duplicates pack photos",
         ("data", "files", "randomness"),
     ),
     (
@@ -87,7 +88,7 @@ TABLE = [
     (
         "hgrn_vision/train",
         "__init__ config recipes finetune_recipe build engine evaluation checkpoint run run_folder environment "
-        "distributed faults memory observer trackers summary",
+        "distributed faults memory observer trackers summary teachers distillation photo_splits",
         ("train", "report", "data", "files", "randomness", "version"),
     ),
     (
@@ -98,7 +99,7 @@ TABLE = [
     (
         "hgrn_vision/commands",
         "__init__ _flags _console _dataset_check _run_exported "
-        "bench digits doctor evaluate explain export finetune models predict train",
+        "bench digits distill doctor evaluate explain export finetune models predict train",
         ("commands", "inference", "train", "report", "data", "files", "version", *MODEL, "kernels"),
     ),
     ("hgrn_vision", "cli", ("commands",)),

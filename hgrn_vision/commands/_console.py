@@ -66,6 +66,22 @@ class Display(Observer):
         self.top1 = float("nan")
         self.told = 0.0
 
+    def packing(self, starts: Iterable[int], photos_each: int) -> Iterable[int]:
+        print("Packing the photographs, once for all runs that read them at this size.", flush=True)
+        bar = tqdm(
+            unit=" photographs", dynamic_ncols=True, disable=not sys.stderr.isatty(), total=len(starts) * photos_each
+        )
+        began = told = time.monotonic()
+        for turn, start in enumerate(starts):
+            yield start
+            bar.update(photos_each)
+            now, done = time.monotonic(), (turn + 1) * photos_each
+            if bar.disable and now - told > SECONDS_BETWEEN_LINES:
+                told, rate = now, done / (now - began)
+                left = tqdm.format_interval((len(starts) - turn - 1) * photos_each / rate)
+                print(f"packed {done:,} photographs  {rate:.0f} per second  left {left}", flush=True)
+        bar.close()
+
     def began(self, run: Run) -> None:
         config, world = run.config, run.world
         parameters = sum(p.numel() for p in run.engine.model.parameters())
@@ -80,6 +96,12 @@ class Display(Observer):
             f"{world.size} x {world.device.type}{backend}, batch {config.batch_size} = {config.micro_batches} x "
             f"{config.micro_batch}, {config.epochs} epochs of {run.steps} steps, output {run.output}"
         )
+        if run.photos:
+            print(
+                f"teacher {config.teacher} at {run.teacher.spec.input_size[-1]} pixels; left out: "
+                f"{len(run.photos.bad):,} unreadable photographs, {len(run.photos.duplicates):,} that look like "
+                "validation images"
+            )
         if run.resumed:
             print(f"continuing after step {run.progress.updates} (epoch {run.progress.epoch + 1})")
         sys.stdout.flush()
@@ -108,10 +130,11 @@ class Display(Observer):
 
     def finished_epoch(self, row: dict[str, Any], best: bool) -> None:
         self.top1 = row["val_top1"]
+        agreement = f"agreement {row['agreement']:.2f}  " if "agreement" in row else ""
         line = (
             f"epoch {row['epoch']}/{self.epochs}  train loss {row['train_loss']:.4f}  val loss {row['val_loss']:.4f}  "
             f"top-1 {row['val_top1']:.2f}{'*' if best else ' '} top-5 {row['val_top5']:.2f}  "
-            f"{row['images_per_second']:.0f} images/s  data wait {row['data_wait']:.0%}"
+            f"{agreement}{row['images_per_second']:.0f} images/s  data wait {row['data_wait']:.0%}"
         )
         tqdm.write(line)
         sys.stdout.flush()

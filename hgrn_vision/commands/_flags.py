@@ -36,6 +36,10 @@ def add_inference_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
 
 
+# of runs on photographs without labels, which only `distill` starts
+OF_PHOTOGRAPHS = ("photos", "val", "pack", "cache")
+
+
 def add_setting_flags(
     parser: argparse.ArgumentParser, leave_out: Collection[str] = (), shown: Mapping[str, str] | None = None
 ) -> None:
@@ -84,6 +88,8 @@ def _options(annotation: Any) -> dict[str, Any]:
     if base is dict:
         return {"action": _KeyValues, "nargs": "+", "metavar": "KEY=VALUE"}
     if base is tuple:
+        if arguments[-1] is Ellipsis:
+            return {"type": arguments[0], "nargs": "+", "metavar": "TEXT"}
         return {"type": arguments[0], "nargs": len(arguments), "metavar": "X"}
     metavar = {int: "N", float: "X", str: "TEXT"}[base]
     return {"type": _or_none(base) if optional else base, "metavar": metavar}
@@ -108,13 +114,13 @@ class _KeyValues(argparse.Action):
 
 
 def _spell(default: Any) -> str:
-    if isinstance(default, tuple):
+    if isinstance(default, tuple) and default:
         return " ".join(f"{value:g}" for value in default)
     if isinstance(default, bool):
         return "on" if default else "off"
     if isinstance(default, float):
         return f"{default:g}"
-    return str(default) if default not in (None, "", {}) else "none"
+    return str(default) if default not in (None, "", {}, ()) else "none"
 
 
 def find_pictures(inputs: Iterable[str]) -> Iterator[str]:

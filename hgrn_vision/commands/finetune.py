@@ -25,7 +25,7 @@ from ..train.observer import Outcome
 from ..train.run import train
 from ._console import Display, backend_details, exit_code, is_main
 from ._dataset_check import Survey, survey
-from ._flags import add_setting_flags, given_settings
+from ._flags import OF_PHOTOGRAPHS, add_setting_flags, given_settings
 
 EXAMPLE = "hgrn-vision finetune flowers/ --output runs/flowers --init runs/digits-hgrn_deit_tiny"
 HOLDOUT = 0.2
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="an answer in about five minutes on a laptop")
     parser.add_argument("--config", metavar="YAML", help="settings in a file, all of `hgrn-vision train`")
     parser.add_argument("--allow-change", action="store_true", help="continue a run with other settings")
-    add_setting_flags(parser, leave_out=("data", "recipe", "pretrained"), shown=SHOWN)
+    add_setting_flags(parser, leave_out=("data", "recipe", "pretrained", *OF_PHOTOGRAPHS), shown=SHOWN)
 
 
 def run(args: argparse.Namespace) -> int:

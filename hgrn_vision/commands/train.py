@@ -15,7 +15,7 @@ from ..train.observer import Outcome
 from ..train.recipes import RECIPES
 from ..train.run import train
 from ._console import Display, backend_details, exit_code, is_main
-from ._flags import add_setting_flags, given_settings
+from ._flags import OF_PHOTOGRAPHS, add_setting_flags, given_settings
 
 EXAMPLE = "hgrn-vision train /data/imagenet --recipe paper"
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--smoke", action="store_true", help="a handful of steps of everything, to see that it works")
     parser.add_argument("--print-config", action="store_true", help="print all settings and stop")
     parser.add_argument("--allow-change", action="store_true", help="continue a run with other recipe settings")
-    add_setting_flags(parser, leave_out=("data", "recipe"))
+    add_setting_flags(parser, leave_out=("data", "recipe", *OF_PHOTOGRAPHS))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,12 +16,15 @@ class BadImage(ValueError):
     """A file that cannot be used as a picture; the message is the reason, in one line."""
 
 
-def open_image(source: str | os.PathLike | bytes | BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_image(
+    source: str | os.PathLike | bytes | BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS, at_least: int = 0
+) -> Image.Image:
     """The picture in a file as an upright RGB image: first frame, 8 bits a channel, transparency over white.
 
     Args:
         source: a path, the file's bytes, an open binary file, or an image that Pillow has opened already
         max_pixels: larger pictures are refused before they are decoded
+        at_least: where given, JPEGs may be decoded at a reduced scale that leaves both sides at least so long
     """
     try:
         with warnings.catch_warnings():
@@ -29,8 +32,8 @@ def open_image(source: str | os.PathLike | bytes | BinaryIO | Image.Image, max_p
             warnings.simplefilter("ignore")
             if isinstance(source, (str, os.PathLike)):
                 with open(source, "rb") as file:
-                    return _to_rgb(_decode(file, max_pixels))
-            return _to_rgb(_decode(source, max_pixels))
+                    return _to_rgb(_decode(file, max_pixels, at_least))
+            return _to_rgb(_decode(source, max_pixels, at_least))
     except BadImage:
         raise
     except UnidentifiedImageError:
@@ -49,11 +52,14 @@ def _one_line(error: object) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _decode(source: bytes | BinaryIO | Image.Image, max_pixels: int) -> Image.Image:
+def _decode(source: bytes | BinaryIO | Image.Image, max_pixels: int, at_least: int = 0) -> Image.Image:
     image = source if isinstance(source, Image.Image) else _open(source)
     width, height = image.size
     if width * height > max_pixels:
         raise BadImage(f"{width}x{height} is more than {max_pixels:,} pixels")
+    if at_least:
+        # formats that cannot do it ignore it
+        image.draft(None, (at_least, at_least))
     image.load()
     # a picture with damaged EXIF data is still a picture
     with contextlib.suppress(Exception):

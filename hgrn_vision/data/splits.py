@@ -77,7 +77,7 @@ def open_splits(config: DataSettings) -> tuple[Split | Stream, Split | Stream]:
         train = _open_stream(config, "train", None)
         return train, _open_stream(config, "validation", train.class_names)
     listing, validation = _list_both(config)
-    class_names = _read_classes(config) or listing.class_names
+    class_names = read_classes(config) or listing.class_names
     if len(class_names) < 2:
         raise ValueError(f"only one class ({class_names[0]}) in {_where(config)}; a classifier needs at least two")
     train = _match(listing, "train", class_names, config)
@@ -239,7 +239,7 @@ def _limit(validation: Split, config: DataSettings) -> Split:
     return validation.subset(np.sort(np.random.RandomState(0).permutation(len(validation))[: config.eval_images]))
 
 
-def _read_classes(config: DataSettings) -> list[str] | None:
+def read_classes(config: DataSettings) -> list[str] | None:
     """Class names from config.classes: a text file with one a line, or just their number."""
     if not config.classes:
         return None
@@ -270,7 +270,7 @@ def _open_stream(config: DataSettings, name: str, class_names: list[str] | None)
             input_img_mode="RGB" if config.dataset.startswith("tfds/") else "",
             **options,
         )
-    class_names = class_names or _read_classes(config) or _stream_classes(reader, config)
+    class_names = class_names or read_classes(config) or _stream_classes(reader, config)
     if not training:
         # every rank reads the whole stream and keeps its part: timm's own division repeats and misses images
         reader.dist_rank, reader.dist_num_replicas = 0, 1

@@ -9,6 +9,7 @@ from timm.data import Mixup, create_transform
 from timm.data.auto_augment import posterize
 from timm.data.mixup import mixup_target
 from timm.data.random_erasing import RandomErasing
+from torch.nn.functional import interpolate
 from torchvision.transforms import Compose, Grayscale
 
 from .spec import DataSettings, DataSpec
@@ -68,8 +69,7 @@ class BatchTransform:
     """What happens to a micro-batch on the device: normalisation, random erasing, mixup or cutmix, soft targets."""
 
     def __init__(self, config: DataSettings, spec: DataSpec, num_classes: int):
-        self.mean = torch.tensor(spec.mean).view(1, -1, 1, 1)
-        self.std = torch.tensor(spec.std).view(1, -1, 1, 1)
+        self.spec = spec
         self.num_classes = num_classes
         self.smoothing = config.smoothing
         # 'pixel' is DeiT's choice: noise instead of a flat colour
@@ -98,6 +98,28 @@ class BatchTransform:
 
     def eval(self, images: torch.Tensor) -> torch.Tensor:
         """(B, C, H, W) uint8 -> normalised float images."""
-        if self.mean.device != images.device:
-            self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
-        return images.float().div_(255).sub_(self.mean).div_(self.std)
+        return normalise(images, self.spec)
+
+
+def normalise(images: torch.Tensor, spec: DataSpec, scale: int = 255) -> torch.Tensor:
+    """Pixels (..., C, H, W) from 0 to `scale` as the float images that a model of `spec` wants."""
+    mean, std = _statistics(images, spec)
+    return images.float().div(scale).sub_(mean).div_(std)
+
+
+def unnormalise(images: torch.Tensor, spec: DataSpec) -> torch.Tensor:
+    """The inverse of `normalise`: pixels from 0 to 1."""
+    mean, std = _statistics(images, spec)
+    return images * std + mean
+
+
+def _statistics(images: torch.Tensor, spec: DataSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    mean, std = (torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (spec.mean, spec.std))
+    return mean, std
+
+
+def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Images (B, C, H, W) at another size, without aliasing."""
+    if tuple(images.shape[-2:]) == tuple(size):
+        return images
+    return interpolate(images, size=tuple(size), mode="bilinear", antialias=True, align_corners=False)

@@ -12,13 +12,15 @@ from timm.models import group_parameters
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
-from timm.task import ClassificationTask, FeatureDistillationTask, LogitDistillationTask
+from timm.task import ClassificationTask
 from timm.task.task import TrainingTask
 from torch import nn
 
 from ..data.spec import DataSpec
 from ..randomness import fold
 from .config import TrainConfig, from_mapping
+from .distillation import DistillationTask
+from .teachers import Teacher, open_teacher
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -142,30 +144,35 @@ def precision(config: TrainConfig, device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-def build_task(config: TrainConfig, model: nn.Module, device: torch.device) -> TrainingTask:
-    """The training loss: of the labels, and of a teacher where there is one."""
-    criterion = SoftTargetCrossEntropy() if config.loss == "ce" else BinaryCrossEntropy(smoothing=0.0)
+def build_teacher(config: TrainConfig, device: torch.device) -> Teacher | None:
+    """The teacher that the settings name, if any."""
     if not config.teacher:
+        return None
+    maps = config.distill != "logits"
+    return open_teacher(config.teacher, config.teacher_size, config.teacher_mean, config.teacher_std, maps, device)
+
+
+def build_task(config: TrainConfig, model: nn.Module, device: torch.device, teacher: Teacher | None) -> TrainingTask:
+    """The training loss: of the labels where there are any, and of a teacher's answers where there is one."""
+    criterion = SoftTargetCrossEntropy() if config.loss == "ce" else BinaryCrossEntropy(smoothing=0.0)
+    if teacher is None:
         return ClassificationTask(model, criterion, device=device, verbose=False)
-    teacher = _build_teacher(config, model).to(device)
-    options = dict(distill_loss_weight=config.distill_weight, task_loss_weight=1.0, device=device, verbose=False)
-    if config.distill == "logits":
-        return LogitDistillationTask(model, teacher, criterion, temperature=config.distill_temperature, **options)
-    torch.default_generator.manual_seed(fold(config.seed, 1))
-    return FeatureDistillationTask(model, teacher, criterion, **options)
-
-
-def _build_teacher(config: TrainConfig, student: nn.Module) -> nn.Module:
-    try:
-        teacher = timm.create_model(config.teacher, pretrained=True)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ValueError(f"cannot create teacher {config.teacher}: {str(error).splitlines()[0]}") from error
-    if config.distill == "logits" and teacher.num_classes != student.num_classes:
+    by_logits = config.distill != "features"
+    if by_logits and teacher.num_classes != model.num_classes:
         raise ValueError(
-            f"teacher {config.teacher} has {teacher.num_classes} classes, the data {student.num_classes}; "
+            f"teacher {teacher.name} has {teacher.num_classes} classes, the data {model.num_classes}; "
             "only --distill features works across classes"
         )
-    return teacher.requires_grad_(False)
+    torch.default_generator.manual_seed(fold(config.seed, 1))  # of the projection between two maps
+    return DistillationTask(
+        model,
+        None if config.photos else criterion,
+        by_logits,
+        teacher.map_channels if config.distill != "logits" else None,
+        config.distill_weight,
+        config.distill_temperature,
+        device,
+    )
 
 
 def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:

@@ -44,11 +44,16 @@ class TrainConfig:
     target_key: str = recipe("", "name of the label column, for readers that have several")
     download: bool = machine(False, "let the reader of --dataset download what is missing")
     max_pixels: int = machine(MAX_PIXELS, "larger pictures are refused as decompression bombs")
+    photos: tuple[str, ...] = machine((), "folders of photographs without labels, for a teacher to label")
+    val: str = machine("", "folder of labelled images to validate on, sub-folders named as the teacher's classes")
+    pack: int = recipe(0, "shorter side of the photographs in their packed, decoded form; 0 reads the files themselves")
+    cache: str = machine("", "folder for packed photographs")
 
     model: str = recipe("hgrn_deit_tiny", "any timm model name")
     model_args: dict[str, Any] = recipe({}, "constructor arguments, such as patch_size=8 embed_dim=96")
     pretrained: bool = recipe(False, "start from the model's published weights, with a new head")
     img_size: int | None = recipe(None, "side of the square image; the model's own if not given")
+    first_sizes: str = recipe("", "smaller sides to begin with and their epochs: 56x8,70x4 is 8 epochs at 56, 4 at 70")
     drop_path: float = recipe(0.0, "stochastic depth rate of the last block")
     freeze: str = recipe(
         "", "keep the first weights of the body (all but the head), or of so many layers from the image on"
@@ -96,8 +101,11 @@ class TrainConfig:
     mean: tuple[float, float, float] | None = recipe(None, "mean of the pixels; the model's own if not given")
     std: tuple[float, float, float] | None = recipe(None, "deviation of the pixels; the model's own if not given")
 
-    teacher: str = recipe("", "timm model to distil from, such as regnety_160.deit_in1k or local-dir:RUN/model")
-    distill: Literal["logits", "features"] = recipe("logits", "what the student learns from the teacher")
+    teacher: str = recipe("", "model to distil from: a timm name, local-dir:FOLDER, hf-hub:NAME, a run, an .onnx file")
+    teacher_size: int | None = recipe(None, "side of the teacher's images; its own if not given")
+    teacher_mean: tuple[float, float, float] | None = recipe(None, "mean of the teacher's pixels, likewise")
+    teacher_std: tuple[float, float, float] | None = recipe(None, "deviation of the teacher's pixels, likewise")
+    distill: Literal["logits", "features", "both"] = recipe("logits", "what the student learns from the teacher")
     distill_weight: float = recipe(1.0, "weight of the distillation loss beside the task's")
     distill_temperature: float = recipe(1.0, "softmax temperature of distillation by logits")
 
@@ -148,6 +156,8 @@ def _check(config: TrainConfig) -> None:
         "save_minutes",
     ):
         need(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}")
+    begin = len(sides_by_epoch(config))
+    need(begin < config.epochs or not begin, f"first_sizes take {begin} epochs and leave none of {config.epochs}")
     known = config.freeze in ("", "body") or config.freeze.isdecimal()
     need(known, f"freeze must be body or a number of layers, got {config.freeze!r}")
     need(config.micro_batch % 2 == 0, f"micro_batch must be even (mixup pairs images), got {config.micro_batch}")
@@ -156,6 +166,17 @@ def _check(config: TrainConfig) -> None:
         f"batch_size {config.batch_size} is no multiple of micro_batch {config.micro_batch}; "
         f"micro_batch {even_divisor(config.batch_size, config.micro_batch)} would do",
     )
+
+
+def sides_by_epoch(config: "TrainConfig") -> list[int]:
+    """The side of each of the first epochs; after them it is img_size."""
+    sides = []
+    for part in filter(None, config.first_sizes.split(",")):
+        side, times, epochs = part.partition("x")
+        if not (side.isdecimal() and epochs.isdecimal() and int(side) and int(epochs)):
+            raise ValueError(f"first_sizes is written SIDExEPOCHS,SIDExEPOCHS, such as 56x8,70x4; got {part!r}")
+        sides += [int(side)] * int(epochs)
+    return sides
 
 
 def even_divisor(number: int, at_most: int) -> int:
@@ -196,7 +217,11 @@ def _convert(base: Any, arguments: Any, value: Any) -> Any:
             raise ValueError(value)
         return value
     if base is tuple:
-        if len(value) != len(arguments) or isinstance(value, str):
+        if isinstance(value, str):
+            raise ValueError(value)
+        if arguments[-1] is Ellipsis:
+            return tuple(arguments[0](item) for item in value)
+        if len(value) != len(arguments):
             raise ValueError(value)
         return tuple(kind(item) for kind, item in zip(arguments, value, strict=True))
     if base in (bool, dict, str) and not isinstance(value, base):
@@ -210,7 +235,7 @@ def _spell(base: Any, arguments: Any) -> str:
     if base is Literal:
         return "one of " + ", ".join(map(str, arguments))
     if base is tuple:
-        return f"{len(arguments)} numbers"
+        return "a list" if arguments[-1] is Ellipsis else f"{len(arguments)} numbers"
     return {bool: "true or false", dict: "a mapping", str: "a text", int: "a whole number", float: "a number"}[base]
 
 

@@ -12,12 +12,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..data.batches import MicroBatch
 from ..data.spec import DataSpec
-from ..data.transforms import BatchTransform
+from ..data.transforms import BatchTransform, resize
 from ..randomness import fold, seed_all
 from .build import autocast, build_optimizer, build_scheduler, build_task, precision
-from .config import TrainConfig
+from .config import TrainConfig, sides_by_epoch
 from .distributed import World
 from .faults import memory_advice
+from .teachers import Teacher
 
 # options of an optimizer that the settings decide, not the checkpoint
 FROM_SETTINGS = ("lr", "initial_lr", "lr_scale", "weight_decay", "betas", "eps", "momentum")
@@ -67,15 +68,24 @@ class StepResult:
 class Engine:
     """Model, averaged model, loss, optimizer and schedule of a run, on one rank."""
 
-    def __init__(self, config: TrainConfig, world: World, model: nn.Module, spec: DataSpec, steps: int) -> None:
-        self.config, self.world = config, world
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        model: nn.Module,
+        spec: DataSpec,
+        steps: int,
+        teacher: Teacher | None = None,
+    ) -> None:
+        self.config, self.world, self.spec, self.teacher = config, world, spec, teacher
+        self.first_sides = sides_by_epoch(config)
         self.model = model.to(world.device)
         self.progress = Progress()
         self.transform = BatchTransform(config, spec, model.num_classes)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=precision(config, world.device) == "fp16")
         # the average warms up, or a short run would average its first, random weights for ever
         self.ema = ModelEmaV3(self.model, config.ema, use_warmup=True, warmup_power=0.75) if config.ema else None
-        self.task = build_task(config, self.model, world.device)
+        self.task = build_task(config, self.model, world.device, teacher)
         trainable = self.task.trainable_module
         self.projection = getattr(trainable, "projection", None)  # of distillation by features
         self.parameters = [p for p in trainable.parameters() if p.requires_grad]
@@ -128,9 +138,18 @@ class Engine:
         # gradients travel between ranks once a step, with the last micro-batch
         with nullcontext() if last else self.task.no_sync():
             with autocast(self.config, device):
-                loss = self.task(images, targets)["loss"] / count
+                loss = self._loss(images, targets) / count
             self.scaler.scale(loss).backward()
         return loss.detach()
+
+    def _loss(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss for images of any size: student and teacher each see them at their own."""
+        epoch = self.progress.epoch
+        height, width = self.spec.input_size[-2:]
+        if epoch < len(self.first_sides):
+            height = width = self.first_sides[epoch]
+        answer = (self.teacher(images, self.spec),) if self.teacher else ()
+        return self.task(resize(images, (height, width)), targets, *answer)["loss"]
 
     def _agree(self, loss: float, norm: torch.Tensor) -> StepResult:
         """The same verdict on every rank."""

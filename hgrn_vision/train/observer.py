@@ -1,5 +1,6 @@
 """What a run tells whoever watches it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
 
 class Observer:
     """Is told what happens; the command line shows it, and by default nobody does."""
+
+    def packing(self, starts: Iterable[int], photos_each: int) -> Iterable[int]:
+        """The photographs are being packed, so many in each turn of the loop."""
+        return starts
 
     def began(self, run: "Run") -> None:
         """Everything is loaded and training is about to start."""

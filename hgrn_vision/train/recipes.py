@@ -76,3 +76,31 @@ RECIPES = {
         },
     ),
 }
+
+# of `hgrn-vision distill`: the teacher's answer to a crop says more than any label, so images need little disguise
+DISTILL = Recipe(
+    "hgrn-vision distill photos/ --teacher resnet50.a1_in1k --output runs/student",
+    "depends on the photographs and the teacher; docs/starter.md has what one such run reached",
+    {
+        "img_size": 84,
+        "holdout": 0.01,
+        "epochs": 30,
+        "batch_size": 128,
+        "micro_batch": 64,
+        "lr": 1e-3,
+        "weight_decay": 0.05,
+        "warmup_epochs": 1.0,
+        "ema": 0.999,
+        "smoothing": 0.0,
+        "repeats": 1,
+        "auto_augment": "",
+        "color_jitter": 0.0,
+        "scale": (0.25, 1.0),
+        "mixup": 0.0,
+        "cutmix": 0.0,
+        "reprob": 0.0,
+        "crop_pct": 1.0,
+        "workers": 1,
+        "max_bad_fraction": 0.1,
+    },
+)

@@ -11,9 +11,10 @@ import torch
 
 from ..data.batches import BadRecord
 from ..data.loaders import EvalLoader, TrainLoader
+from ..data.spec import DataSpec
 from ..data.splits import open_splits, steps_per_epoch
 from ..files import write_text
-from .build import build_model, data_spec, describe_model, load_body
+from .build import build_model, build_teacher, data_spec, describe_model, load_body
 from .checkpoint import Checkpoints
 from .config import TrainConfig, to_mapping, to_yaml
 from .distributed import World, check_ranks, start
@@ -23,7 +24,8 @@ from .evaluation import Evaluation, evaluate
 from .faults import Diverged, StopRequest
 from .memory import keep_freed_memory, peak_memory
 from .observer import Observer, Outcome
-from .run_folder import BadImages, check_same_run, export_model, find_best, restore, write_log
+from .photo_splits import open_photo_splits
+from .run_folder import BadImages, check_same_run, export_model, find_best, restore, write_duplicates, write_log
 from .summary import measure_gates, write_summary
 from .trackers import check_trackers, open_trackers
 
@@ -91,7 +93,8 @@ class Run:
         config, world = self.config, self.world
         world.on_main(lambda: check_ranks(config, world.size))
         world.on_main(lambda: check_trackers(config))
-        self.train_split, self.validation = world.everywhere(lambda: open_splits(config))
+        self.teacher = world.everywhere(lambda: build_teacher(config, world.device))
+        self._open_images()
         self.class_names = self.train_split.class_names
         self.steps = steps_per_epoch(self.train_split, config)
         contents = world.on_main(self.checkpoints.load)
@@ -106,15 +109,37 @@ class Run:
             world.everywhere(lambda: load_body(model, weights, config.seed))
         self.spec = data_spec(config, model)
         describe_model(model, self.spec)
-        self.engine = world.everywhere(lambda: Engine(config, world, model, self.spec, self.steps))
+        self.engine = world.everywhere(lambda: Engine(config, world, model, self.spec, self.steps, self.teacher))
         if contents:
             world.everywhere(lambda: restore(self.engine, contents, changes, self.steps, self.train_split.indexed))
             find_best(self.checkpoints, self.engine, world)
         if self.progress.rollbacks >= ROLLBACKS:
             raise Diverged(self._divergence())
         self._prepare_output()
-        self.train_loader = TrainLoader(self.train_split, config, self.spec, world.rank, world.size)
+        self.train_loader = TrainLoader(self.train_split, config, self._pixels_to_read(), world.rank, world.size)
         self.eval_loader = EvalLoader(self.validation, config, self.spec, world.rank, world.size)
+        self.agreement_loader = None
+        if self.agreement and self.agreement is not self.validation:
+            self.agreement_loader = EvalLoader(self.agreement, config, self.spec, world.rank, world.size)
+
+    def _open_images(self) -> None:
+        """The training and the validation split; of photographs without labels, what the teacher says of them."""
+        config, world = self.config, self.world
+        self.agreement, self.photos = None, None
+        if not config.photos:
+            self.train_split, self.validation = world.everywhere(lambda: open_splits(config))
+            return
+        splits = world.on_main(lambda: open_photo_splits(config, self.teacher, self.observer.packing))
+        self.train_split, self.photos, self.agreement = splits.train, splits.photos, splits.agreement
+        self.validation = splits.labelled or splits.agreement
+
+    def _pixels_to_read(self) -> DataSpec:
+        """The student's pixels, at the larger of its own size and the teacher's."""
+        channels, height, width = self.spec.input_size
+        if self.teacher:
+            _, *own = self.teacher.spec.input_size
+            height, width = max(height, own[0]), max(width, own[1])
+        return self.spec._replace(input_size=(channels, height, width))
 
     @property
     def progress(self) -> Progress:
@@ -144,13 +169,16 @@ class Run:
 
     def close(self) -> None:
         """End the loaders' processes and the trackers."""
-        self.train_loader.close()
-        self.eval_loader.close()
+        for loader in (self.train_loader, self.eval_loader, self.agreement_loader):
+            if loader:
+                loader.close()
         for tracker in self.trackers:
             tracker.close()
 
     def _prepare_output(self) -> None:
         self.bad_images = self.world.on_main(lambda: BadImages(self.output / "bad_images.csv"))
+        if self.photos:
+            self.world.on_main(self._write_what_was_left_out)
         if not self.over:
             self.world.on_main(self._write_settings)
         if not self.resumed:
@@ -158,6 +186,13 @@ class Run:
             self._save()
         self._saved_at = time.monotonic()
         self.trackers = open_trackers(self.config, self.output, self.progress.updates) if self.world.main else []
+
+    def _write_what_was_left_out(self) -> None:
+        """Photographs that could not be packed, and those that look like validation images."""
+        found = [BadRecord(self.train_split.name, -1, name, reason) for name, reason in self.photos.bad]
+        self._write_bad_images(self.bad_images.add(found))
+        if self.photos.duplicates:
+            write_duplicates(self.output / "near_duplicates.csv", self.photos.duplicates)
 
     def _write_settings(self) -> None:
         write_text(self.output / "config.yaml", to_yaml(self.config, self.about))
@@ -256,9 +291,11 @@ class Run:
 
     def _finish_epoch(self) -> None:
         self.observer.evaluating()
-        evaluation = self._evaluate()
+        evaluation = self._evaluate(self.eval_loader)
         progress = self.progress
         row = self._row(evaluation)
+        if self.agreement:
+            row["agreement"] = (self._evaluate(self.agreement_loader) if self.agreement_loader else evaluation).top1
         progress.history.append(row)
         best = progress.best is None or row["val_top1"] > progress.best["val_top1"]
         if best:
@@ -270,11 +307,9 @@ class Run:
             tracker.log(progress.updates, {f"epoch/{name}": value for name, value in row.items()})
         self.observer.finished_epoch(row, best)
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate(self, loader: EvalLoader) -> Evaluation:
         with self.world.watched("evaluation"):
-            evaluation = evaluate(
-                self.engine.eval_model, self.eval_loader, self.engine.transform, self.config, self.world
-            )
+            evaluation = evaluate(self.engine.eval_model, loader, self.engine.transform, self.config, self.world)
         if evaluation.bad:
             # every rank has the whole list already
             self._note_bad_images(evaluation.bad if self.world.main else [])
@@ -308,7 +343,7 @@ class Run:
         contents = self.world.on_main(self.checkpoints.load_best)
         if contents:
             self.engine.eval_model.load_state_dict(contents["ema"] or contents["model"])
-        evaluation = self._evaluate()
+        evaluation = self._evaluate(self.eval_loader)
         self.world.on_main(lambda: self._write_report_file(evaluation))
 
     def _write_report_file(self, evaluation: Evaluation) -> None:

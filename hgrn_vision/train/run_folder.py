@@ -30,6 +30,7 @@ COLUMNS = (
     "val_loss",
     "val_top1",
     "val_top5",
+    "agreement",
     "images_per_second",
     "data_wait",
     "peak_memory",
@@ -42,10 +43,21 @@ ORDER = {"batch_size", "epoch_steps", "repeats", "seed", "training images"}
 def write_log(path: Path, history: list[Mapping[str, Any]]) -> None:
     """log.csv from the rows in the checkpoint, so that it has one header and no gap, however often the run resumed."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    # only distillation has an agreement with its teacher
+    columns = [name for name in COLUMNS if name != "agreement" or any(name in row for row in history)]
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(history)
     write_text(path, text.getvalue())
+
+
+def write_duplicates(path: Path, duplicates: list[tuple[str, str, int]]) -> None:
+    """near_duplicates.csv: photographs left out because they show the same as a validation image."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("photograph", "looks_like", "different_bits"))
+    writer.writerows(duplicates)
+    write_text(path, text.getvalue(), errors="surrogateescape")
 
 
 class BadImages:

@@ -27,6 +27,13 @@ class Process:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def wait_until(self, condition, seconds: float = 240) -> None:
+        """Until `condition` holds; fails with the process's output when time is up."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"waited {seconds} seconds: {self.output}"
+            time.sleep(0.005)
+
     def wait(self, seconds: float = 240) -> int:
         """Exit code, minus the signal's number for a process that one ended; it is killed when time is up."""
         return self.launcher.ask({"wait": self.pid, "seconds": seconds})
@@ -37,10 +44,10 @@ class Process:
 
 
 class Launcher:
-    """Starts `train_imagenet.py ARGUMENTS` in a folder."""
+    """Starts `hgrn-vision COMMAND ARGUMENTS` in a folder, `train_imagenet.py ARGUMENTS` by default."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count = folder, 0
+    def __init__(self, folder: Path, command: str = "train") -> None:
+        self.folder, self.command, self.count = folder, command, 0
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.server = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -62,6 +69,7 @@ class Launcher:
         self.count += 1
         log = self.folder / f"process{self.count}.txt"
         question = {
+            "command": self.command,
             "arguments": [str(argument) for argument in arguments],
             "environment": environment or {},
             "folder": str(self.folder),
@@ -110,7 +118,7 @@ def serve() -> None:
                 become(question)
                 code = 1
                 try:
-                    code = main(["train", *question["arguments"]])
+                    code = main([question["command"], *question["arguments"]])
                 except SystemExit as stop:
                     code = stop.code
                 finally:

@@ -6,7 +6,7 @@ import torch
 
 from hgrn_vision.data.loaders import EvalLoader, TrainLoader
 from hgrn_vision.data.splits import open_splits, steps_per_epoch
-from hgrn_vision.train.build import build_model, data_spec, describe_model
+from hgrn_vision.train.build import build_model, build_teacher, data_spec, describe_model
 from hgrn_vision.train.config import TrainConfig, from_mapping
 from hgrn_vision.train.distributed import World
 from hgrn_vision.train.engine import Engine
@@ -32,7 +32,7 @@ class Setup:
         model = build_model(config, len(self.train.class_names))
         self.spec = data_spec(config, model)
         describe_model(model, self.spec)
-        self.engine = Engine(config, World(), model, self.spec, self.steps)
+        self.engine = Engine(config, World(), model, self.spec, self.steps, build_teacher(config, torch.device("cpu")))
         self.loader = TrainLoader(self.train, config, self.spec)
         self.eval_loader = EvalLoader(self.validation, config, self.spec)
 

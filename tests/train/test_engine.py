@@ -13,7 +13,7 @@ from training import SMALL, Setup, digits
 from hgrn_vision.data.transforms import BatchTransform
 from hgrn_vision.randomness import fold, seed_all
 from hgrn_vision.train import trackers
-from hgrn_vision.train.build import build_model, data_spec, load_body
+from hgrn_vision.train.build import build_model, build_teacher, data_spec, load_body
 from hgrn_vision.train.config import TrainConfig
 from hgrn_vision.train.distributed import World, check_ranks, start
 from hgrn_vision.train.engine import Engine
@@ -113,7 +113,20 @@ OPTIONS = [  # the setting, and others that it needs to matter
 ]
 ELSEWHERE = {  # recipe settings that other tests see the effect of: of data sources, distillation, the end, the name
     *("dataset", "train_split", "val_split", "holdout", "classes", "input_key", "target_key"),
-    *("teacher", "distill", "distill_weight", "distill_temperature", "pretrained", "patience", "recipe"),
+    *(
+        "teacher",
+        "teacher_size",
+        "teacher_mean",
+        "teacher_std",
+        "distill",
+        "pack",
+        "first_sizes",
+        "distill_weight",
+        "distill_temperature",
+        "pretrained",
+        "patience",
+        "recipe",
+    ),
 }
 
 
@@ -295,14 +308,14 @@ def test_distillation_by_features_trains_its_projection_and_resumes(teacher):
     other.engine.restore(copy.deepcopy(setup.engine.contents()))
     assert other.run(2) == setup.run(2)
     assert torch.equal(other.engine.projection.weight, setup.engine.projection.weight)
-    assert not setup.engine.task.teacher.model.training
+    assert not setup.engine.teacher.network.model.training
 
 
 def test_a_teacher_of_other_classes_is_refused(teacher):
     config = digits(teacher=teacher)
     student = build_model(config, 7)
     with pytest.raises(ValueError, match="has 10 classes, the data 7"):
-        Engine(config, World(), student, data_spec(config, student), 1)
+        Engine(config, World(), student, data_spec(config, student), 1, build_teacher(config, torch.device("cpu")))
 
 
 def test_pretrained_weights_start_a_run_with_a_new_head(teacher):

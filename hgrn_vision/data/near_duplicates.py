@@ -1,0 +1,42 @@
+"""Photographs that show the same as others, found by perceptual hashes: what is held out must not be trained on."""
+
+import numpy as np
+import torch
+from PIL import Image
+
+BITS = 256
+# bits of the hash that may differ: unrelated photographs differ in about half of them, copies that were scaled,
+# stretched or compressed again in a few
+MOST_DIFFERENT_BITS = 24
+
+
+def difference_hash(image: Image.Image) -> np.ndarray:
+    """(32,) uint8: for a 16 x 16 grid laid over the whole image, whether it gets brighter to the right."""
+    grey = np.asarray(image.convert("L").resize((17, 16), Image.Resampling.BOX), dtype=np.int16)
+    return np.packbits(grey[:, 1:] > grey[:, :-1])
+
+
+def hashes_to_avoid(image: Image.Image) -> np.ndarray:
+    """(4, 32) uint8: of the image and of its central square, since copies are often cropped so; each also mirrored."""
+    width, height = image.size
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    views = [image, image.crop((left, top, left + side, top + side))]
+    views += [view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for view in views]
+    return np.stack([difference_hash(view) for view in views])
+
+
+def nearest(hashes: np.ndarray, others: np.ndarray, block: int = 4096) -> tuple[np.ndarray, np.ndarray]:
+    """For each of `hashes` (n, 32) the number of the nearest of `others` (m, 32), and how many bits differ."""
+    signs = _signs(others)
+    which, bits = [], []
+    for start in range(0, len(hashes), block):
+        # the product of two rows of +1 and -1 counts the bits that agree less those that differ
+        agreement, index = (_signs(hashes[start : start + block]) @ signs.T).max(dim=1)
+        which.append(index)
+        bits.append((BITS - agreement) / 2)
+    return torch.cat(which).numpy(), torch.cat(bits).round().to(torch.int64).numpy()
+
+
+def _signs(hashes: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.unpackbits(hashes, axis=1)).float().mul_(2).sub_(1)

@@ -1,0 +1,236 @@
+"""`hgrn-vision distill` from end to end, on made-up photographs and tiny models of both formats."""
+
+import csv
+import shlex
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from launcher import Launcher
+from photographs import scene, write_scenes
+from saved_models import CLASSES, save_model
+
+from hgrn_vision.cli import build_parser, main
+from hgrn_vision.commands import distill
+from hgrn_vision.train.checkpoint import read
+from hgrn_vision.train.config import read_yaml
+
+pytest.importorskip("onnxruntime")
+# everything on that could make a resumed run differ
+TINY = shlex.split(
+    "--model-args patch_size=4 embed_dim=16 depth=2 --img-size 12 --first-sizes 8x1 --epochs 3 --epoch-steps 4 "
+    "--batch-size 8 --micro-batch 4 --mixup 0.5 --cutmix 0.5 --ema 0.9 --drop-path 0.2 --holdout 0.2 --device cpu "
+    "--threads 1 --workers 1 --warmup-epochs 0"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Photographs in two folders, labelled images, and one teacher in both formats."""
+    folder = tmp_path_factory.mktemp("distill")
+    write_scenes(folder / "photos" / "holiday" / "day 1", range(30))
+    write_scenes(folder / "more", range(30, 50))
+    (folder / "more" / "broken.jpg").write_bytes(b"no image")
+    save_model(folder / "teacher")
+    assert main(["export", str(folder / "teacher"), "--output", str(folder / "teacher.onnx")]) == 0
+    for number, name in enumerate(CLASSES):
+        (folder / "val" / name).mkdir(parents=True)
+        for seed in range(100 + 5 * number, 105 + 5 * number):
+            scene(seed).save(folder / "val" / name / f"{seed}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def launch(place):
+    launcher = Launcher(place, "distill")
+    yield launcher
+    launcher.close()
+
+
+def log(run):
+    with open(run / "log.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same_run(got, want):
+    for name in ("last", "best"):
+        one, other = (read(run / "checkpoints" / f"{name}.safetensors") for run in (got, want))
+        for part in ("model", "ema"):
+            for key, tensor in other[part].items():
+                assert torch.equal(one[part][key], tensor), f"{name} {part} {key} differs"
+
+
+@pytest.mark.parametrize("teacher", ["teacher", "teacher.onnx"])
+def test_killed_and_resumed_it_ends_in_the_same_weights(place, launch, teacher):
+    arguments = ["photos", "more", "--teacher", teacher, "--val", "val", *TINY, "--save-steps", 1]
+    whole, killed = place / f"whole-{teacher}", place / f"killed-{teacher}"
+    code, output = launch.run(*arguments, "--output", whole)
+    assert code == 0, output
+    assert "left out: 1 unreadable photographs, 0 that look like" in output
+    process = launch.start(*arguments, "--output", killed)
+    last = killed / "checkpoints" / "last.safetensors"
+    process.wait_until(lambda: last.exists() and read(last)["progress"]["updates"] >= 2)
+    process.send(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    code, output = launch.run(*arguments, "--output", killed)
+    assert code == 0 and "continuing after step" in output
+    assert_same_run(killed, whole)
+    assert [row["agreement"] for row in log(killed)] == [row["agreement"] for row in log(whole)]
+
+
+def test_two_ranks_see_what_one_sees(place, launch):
+    arguments = ["photos", "more", "--teacher", "teacher.onnx", *TINY, "--epochs", 2, "--epoch-steps", 2]
+    one, two = place / "one", place / "two"
+    code, output = launch.run(*arguments, "--output", one)
+    assert code == 0, output
+    ranks = launch.start_ranks(2, *arguments, "--output", two)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output
+    for a, b in zip(log(one), log(two), strict=True):
+        assert float(a["train_loss"]) == pytest.approx(float(b["train_loss"]), rel=1e-4)
+
+
+def test_a_run_knows_its_teacher_and_its_classes(place, launch):
+    run = place / "whole-teacher.onnx"
+    assert read_yaml(run / "config.yaml")["teacher"] == "teacher.onnx"
+    last = read(run / "checkpoints" / "last.safetensors")
+    assert last["class_names"] == CLASSES and last["train_images"] == 40
+    assert "broken.jpg" in (run / "bad_images.csv").read_text()
+    assert (run / "report.html").exists()
+    rows = log(run)
+    # 15 labelled images, 10 held-out photographs
+    assert all(
+        float(row["val_top1"]) * 15 / 100 == pytest.approx(round(float(row["val_top1"]) * 15 / 100)) for row in rows
+    )
+    assert all(float(row["agreement"]) / 10 == pytest.approx(round(float(row["agreement"]) / 10)) for row in rows)
+    assert main(["predict", str(run), str(place / "more" / "30.png")]) == 0
+
+
+def test_it_learns_to_agree_with_its_teacher(place, launch, capsys):
+    settings = shlex.split(
+        "--model-args patch_size=4 embed_dim=32 depth=2 --img-size 16 --epochs 25 --batch-size 10 --micro-batch 10 "
+        "--lr 5e-3 --scale 0.6 1 --holdout 0.4 --device cpu --threads 1 --workers 0 --ema 0.9 --warmup-epochs 1"
+    )
+    code, output = launch.run("photos", "more", "--teacher", "teacher", "--output", "learns", *settings)
+    assert code == 0, output
+    losses = [float(row["train_loss"]) for row in log(place / "learns")]
+    assert losses[-1] < 0.5 * losses[0]
+    answers = read(place / "learns" / "checkpoints" / "best.safetensors")["progress"]["best"]
+    assert answers["agreement"] > 60
+
+
+def test_without_val_the_agreement_is_what_counts(place):
+    for row in log(place / "one"):
+        assert row["agreement"] == row["val_top1"]
+
+
+def test_photographs_that_look_like_validation_images_are_listed(place, launch):
+    shutil.copytree(place / "val" / CLASSES[0], place / "copies")
+    code, output = launch.run(
+        "photos", "copies", "--teacher", "teacher", "--val", "val", "--output", "copies-run", *TINY, "--epochs", 2
+    )
+    assert code == 0, output
+    assert "5 that look like validation images" in output
+    with open(place / "copies-run" / "near_duplicates.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    assert sorted(row["photograph"] for row in found) == [f"copies/{seed}.png" for seed in range(100, 105)]
+    assert read(place / "copies-run" / "checkpoints" / "last.safetensors")["train_images"] == 24
+
+
+def test_features_and_files_without_a_pack(place, launch):
+    arguments = ["photos", "more", "--teacher", "teacher", *TINY, "--distill", "both", "--pack", 0]
+    code, output = launch.run(*arguments, "--output", "features", "--epochs", 2, "--epoch-steps", 2)
+    assert code == 0, output
+    contents = read(place / "features" / "checkpoints" / "last.safetensors")
+    assert contents["projection"]["weight"].shape == (32, 16, 1, 1)
+    assert "broken.jpg" in (place / "features" / "bad_images.csv").read_text()
+
+
+def test_sizes_grow(place, launch, monkeypatch):
+    import hgrn_vision.train.engine as engine
+
+    seen = []
+    original = engine.resize
+    monkeypatch.setattr(engine, "resize", lambda images, size: seen.append(tuple(size)) or original(images, size))
+    monkeypatch.chdir(place)
+    assert main([str(a) for a in ["distill", "photos", "--teacher", "teacher", "--output", "grows", *TINY]]) == 0
+    steps = 3 * 2  # 24 photographs in batches of 8, two micro-batches each
+    assert seen == [(8, 8)] * steps + [(12, 12)] * 2 * steps
+
+
+BAD = [
+    (["empty", "--teacher", "teacher"], "no images in empty"),
+    (["nowhere", "--teacher", "teacher"], "no such folder: nowhere"),
+    (["photos", "--teacher", "no_such"], "cannot create teacher no_such"),
+    (["photos", "--teacher", "unnamed.onnx"], "teacher unnamed.onnx does not name its classes: give --classes"),
+    (["photos", "--teacher", "flat.onnx"], "the input of flat.onnx is not an image"),
+    (["photos", "--teacher", "teacher", "--val", "photos"], "no folder of photos is named as a class of the teacher"),
+    (["photos", "--teacher", "teacher", "--val", "nowhere"], "no such folder: nowhere"),
+    (["photos", "--teacher", "teacher", "--first-sizes", "56by8"], "first_sizes is written SIDExEPOCHS"),
+    (["photos", "--teacher", "teacher", "--first-sizes", "8x3"], "first_sizes take 3 epochs and leave none of 3"),
+    (["photos", "--teacher", "teacher", "--output", "val"], "val is not empty and holds no run"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", BAD, ids=[message for _, message in BAD])
+def test_bad_input_is_one_line_before_training(place, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(place)
+    (place / "empty").mkdir(exist_ok=True)
+    if not (place / "flat.onnx").exists():
+        torch.onnx.export(torch.nn.Linear(3, 2), (torch.zeros(1, 3),), "flat.onnx", dynamo=False)
+        conv = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
+        axes = {"images": {0: "batch"}, "logits": {0: "batch"}}
+        torch.onnx.export(
+            conv,
+            (torch.zeros(1, 3, 8, 8),),
+            "unnamed.onnx",
+            dynamo=False,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_axes=axes,
+        )
+    output = [] if "--output" in arguments else ["--output", "bad"]
+    assert main(["distill", arguments[0], *TINY, *arguments[1:], *output]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (place / "bad" / "checkpoints").exists()
+
+
+def test_class_names_from_a_file(place, launch):
+    (place / "names.txt").write_text("one\ntwo\nthree\nfour\n")
+    arguments = ["photos", "--teacher", "unnamed.onnx", "--classes", "names.txt", *TINY, "--epochs", 2]
+    code, output = launch.run(*arguments, "--output", "named")
+    assert code == 0, output
+    assert read(place / "named" / "checkpoints" / "last.safetensors")["class_names"] == ["one", "two", "three", "four"]
+
+
+@pytest.mark.parametrize("folders", [CLASSES, ["0", "1", "2"], ["Rose", "DAISY <B>", "2"]])
+def test_val_folders_are_named_by_class_or_number(place, folders):
+    from hgrn_vision.data.sources import Listing
+    from hgrn_vision.train.photo_splits import match_folders
+
+    listing = Listing(None, np.arange(3), folders)
+    assert match_folders(listing, CLASSES, [()] * 3).tolist() == [0, 1, 2]
+
+
+def test_val_folders_may_be_wordnet_ids():
+    from hgrn_vision.data.imagenet import imagenet_aliases, imagenet_names
+    from hgrn_vision.data.sources import Listing
+    from hgrn_vision.train.photo_splits import match_folders
+
+    listing = Listing(None, np.arange(4), ["n02123045", "281", "tiger_cat", "nothing"])
+    assert match_folders(listing, imagenet_names(1000), imagenet_aliases(1000)).tolist() == [281, 281, 282, -1]
+
+
+def test_settings_of_photographs(place):
+    args = build_parser("distill").parse_args(
+        ["distill", "a", "b", "--teacher", "t", "--output", str(place / "x"), "--val", "v", "--img-size", "98"]
+    )
+    config = distill.resolve(args)
+    assert (config.photos, config.val, config.teacher) == (("a", "b"), "v", "t")
+    assert (config.pack, config.cache) == (112, str(place / "photo-cache"))
+    args = build_parser("distill").parse_args(
+        ["distill", "a", "--teacher", "t", "--output", "x", "--teacher-size", "128", "--cache", "c", "--pack", "64"]
+    )
+    assert (distill.resolve(args).pack, distill.resolve(args).cache) == (64, "c")

@@ -1,0 +1,134 @@
+"""Photographs in one file: what comes out is what went in, and damage or change is noticed."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hgrn_vision.data.pack import DamagedPack, open_pack, shrink
+from hgrn_vision.data.photos import list_photos
+from hgrn_vision.data.splits import Split
+
+
+def write_photo(path, seed, size=(40, 30)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    coarse = np.random.RandomState(seed).randint(0, 256, (5, 5, 3)).astype(np.uint8)
+    Image.fromarray(coarse).resize(size, Image.BICUBIC).save(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for seed, name in enumerate(("a.png", "deep/er/b.png", "deep/c.jpg", "é.png")):
+        write_photo(tmp_path / "photos" / name, seed, (40 + seed, 30))
+    (tmp_path / "photos" / "broken.jpg").write_bytes(b"not a jpeg")
+    (tmp_path / "photos" / ".hidden.png").write_bytes(b"")
+    (tmp_path / "photos" / "notes.txt").write_text("no photograph")
+    return tmp_path / "photos"
+
+
+def open_it(folder, side=16, **options):
+    return open_pack(folder.parent / "cache" / "it.pack", list_photos([str(folder)]), side, 10**6, **options)
+
+
+def test_photos_come_back_in_order_and_small(folder):
+    packed = open_it(folder)
+    names = [os.path.relpath(packed.name(row), folder) for row in range(len(packed))]
+    assert names == ["a.png", "deep/c.jpg", "deep/er/b.png", "é.png"]
+    for row, name in enumerate(names):
+        with Image.open(folder / name) as image:
+            want = shrink(image.convert("RGB"), 16)
+        assert packed.read(row).size == want.size
+        assert min(want.size) == 16
+        # a JPEG may have been decoded at a reduced scale
+        tolerance = 40 if name.endswith("jpg") else 0
+        assert np.abs(np.float32(packed.read(row)) - np.float32(want)).max() <= tolerance
+    assert [(os.path.basename(name), bool(reason)) for name, reason in packed.bad] == [("broken.jpg", True)]
+
+
+def test_small_photos_are_not_enlarged(folder):
+    assert open_it(folder, side=100).read(0).size == (40, 30)
+
+
+def test_large_jpegs_are_decoded_at_a_reduced_scale(tmp_path, monkeypatch):
+    path = write_photo(tmp_path / "photos" / "large.jpg", 0, (640, 480))
+    drafts = []
+    original = Image.Image.draft
+
+    def watch(image, mode, size):
+        drafts.append(size)
+        return original(image, mode, size)
+
+    monkeypatch.setattr("PIL.JpegImagePlugin.JpegImageFile.draft", lambda image, mode, size: watch(image, mode, size))
+    assert min(open_it(path.parent).read(0).size) == 16
+    assert drafts == [(64, 64)]
+
+
+def test_it_is_built_once_and_again_when_something_changed(folder):
+    builds = []
+
+    def count(starts, photos_each):
+        builds.append(list(starts))
+        return starts
+
+    open_it(folder, progress=count)
+    open_it(folder, progress=count)
+    assert len(builds) == 1
+    write_photo(folder / "new.png", 9)
+    assert len(open_it(folder, progress=count)) == 5
+    os.utime(folder / "a.png", ns=(1, 1))
+    open_it(folder, progress=count)
+    assert len(open_it(folder, side=8, progress=count)) == 5
+    os.remove(folder / "a.png")
+    assert len(open_it(folder, progress=count)) == 4
+    assert len(builds) == 5
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-10], lambda b: b[:100], lambda b: b"", lambda b: b[:-200] + bytes(200)]
+)
+def test_a_damaged_file_is_built_again(folder, damage):
+    first = np.asarray(open_it(folder).read(0))
+    path = folder.parent / "cache" / "it.pack"
+    path.write_bytes(damage(path.read_bytes()))
+    assert np.array_equal(np.asarray(open_it(folder).read(0)), first)
+
+
+def test_damaged_pixels_are_noticed_when_they_are_read(folder):
+    open_it(folder)
+    path = folder.parent / "cache" / "it.pack"
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+    packed = open_it(folder)
+    with pytest.raises(DamagedPack, match=r"it\.pack is damaged at .*a\.png: remove it"):
+        packed.read(0)
+    packed.read(1)
+
+
+def test_a_build_that_fails_leaves_nothing(folder):
+    def stop(starts, photos_each):
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        open_it(folder, progress=stop)
+    assert not any((folder.parent / "cache").iterdir())
+
+
+def test_no_readable_photo_is_an_error(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "broken.jpg").write_bytes(b"not a jpeg")
+    with pytest.raises(ValueError, match="not one of the 1 photographs could be read"):
+        open_it(tmp_path / "photos")
+
+
+def test_it_serves_a_split_in_another_process(folder):
+    packed = open_it(folder)
+    packed.read(0)
+    copy = pickle.loads(pickle.dumps(packed))
+    assert len(pickle.dumps(packed)) < 10_000
+    split = Split("train", copy, ["x"], np.zeros(4, dtype=np.int64), np.arange(4))
+    assert np.array_equal(np.asarray(split.load(2)), np.asarray(packed.read(2)))

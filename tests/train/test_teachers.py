@@ -1,0 +1,160 @@
+"""Teachers of every form give the answers of their model, at their own size and normalisation."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from saved_models import CLASSES, save_model
+from torch import nn
+
+from hgrn_vision.data.spec import DataSpec
+from hgrn_vision.data.transforms import normalise
+from hgrn_vision.train.teachers import open_teacher
+
+STUDENT = DataSpec((3, 24, 24), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), "bicubic", 1.0)
+onnxruntime = pytest.importorskip("onnxruntime")
+
+
+class Small(nn.Module):
+    """A convolutional classifier with a map."""
+
+    def __init__(self, classes=4, channels=3):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(channels, 5, 3, stride=2), nn.Linear(5, classes)
+
+    def forward(self, images):
+        features = self.conv(images).relu()
+        return self.head(features.mean((2, 3))), features
+
+
+def export(path, model, size=(16, 16), maps=False, about=None, batch=None, dtype=torch.float32, any_size=False):
+    import onnx
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, images):
+            return self.model(images) if maps else self.model(images)[0]
+
+    outputs = ["logits", "map"][: 1 + maps]
+    axes = {"images": {0: "batch"}, "logits": {0: "batch"}, "map": {0: "batch"}}
+    if any_size:
+        axes["images"] |= {2: "height", 3: "width"}
+    example = torch.zeros(batch or 2, 3, *size, dtype=dtype)
+    torch.onnx.export(
+        Wrapped().eval().to(dtype),
+        (example,),
+        path,
+        dynamo=False,
+        input_names=["images"],
+        output_names=outputs,
+        dynamic_axes=None if batch else {name: axes[name] for name in ["images", *outputs]},
+    )
+    if about:
+        described = onnx.load(path)
+        for key, value in about.items():
+            described.metadata_props.add(key=key, value=json.dumps(value))
+        onnx.save(described, path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pixels():
+    return torch.from_numpy(np.random.RandomState(0).randint(0, 256, (3, 3, 24, 24)).astype(np.uint8))
+
+
+def expected_input(pixels, size, mean, std):
+    """The teacher's pixels, computed from the bytes in float64."""
+    small = torch.nn.functional.interpolate(pixels.double() / 255, size=size, mode="bilinear", antialias=True)
+    return (small - torch.tensor(mean).double().view(3, 1, 1)) / torch.tensor(std).double().view(3, 1, 1)
+
+
+def test_a_model_folder_answers_at_its_own_size_and_normalisation(tmp_path, pixels):
+    model = save_model(tmp_path / "model")
+    teacher = open_teacher(f"local-dir:{tmp_path / 'model'}", maps=True)
+    assert teacher.spec.input_size == (3, 16, 16) and teacher.class_names == CLASSES
+    answer = teacher(normalise(pixels, STUDENT), STUDENT)
+    own = expected_input(pixels, (16, 16), teacher.spec.mean, teacher.spec.std)
+    with torch.no_grad():
+        features, maps = model.double().forward_intermediates(own, indices=1)
+        want = model.forward_head(features)
+    torch.testing.assert_close(answer.logits.double(), want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(answer.map.double(), maps[-1], atol=1e-4, rtol=1e-4)
+    assert teacher.map_channels == 32
+    assert not answer.logits.requires_grad and not any(p.requires_grad for p in teacher.network.parameters())
+
+
+def test_a_run_and_a_plain_folder_are_teachers(tmp_path, pixels):
+    save_model(tmp_path / "run" / "model")
+    images = normalise(pixels, STUDENT)
+    answers = [
+        open_teacher(str(path))(images, STUDENT).logits for path in (tmp_path / "run", tmp_path / "run" / "model")
+    ]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-2)])
+def test_an_onnx_file_answers_in_its_own_precision_and_size(tmp_path, pixels, dtype, tolerance):
+    torch.manual_seed(0)
+    about = {"class_names": ["a", "b", "c", "d"], "mean": [0.5] * 3, "std": [0.25] * 3}
+    path = export(tmp_path / "t.onnx", Small(), maps=True, about=about, dtype=dtype)
+    torch.manual_seed(0)
+    model = Small().double()
+    teacher = open_teacher(path, maps=True)
+    assert teacher.class_names == about["class_names"] and teacher.map_channels == 5
+    answer = teacher(normalise(pixels, STUDENT), STUDENT)
+    with torch.no_grad():
+        logits, maps = model(expected_input(pixels, (16, 16), about["mean"], about["std"]))
+    torch.testing.assert_close(answer.logits.double(), logits, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(answer.map.double(), maps, atol=tolerance, rtol=tolerance)
+    assert answer.logits.dtype == torch.float32
+
+
+def test_mean_std_and_size_can_be_said(tmp_path, pixels):
+    timm_teacher = open_teacher(_untrained(tmp_path), side=20, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    assert timm_teacher.spec[:3] == ((3, 20, 20), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+
+
+def _untrained(tmp_path):
+    save_model(tmp_path / "some model")
+    return f"local-dir:{tmp_path / 'some model'}"
+
+
+def test_a_thousand_outputs_are_imagenets(tmp_path):
+    teacher = open_teacher(export(tmp_path / "t.onnx", Small(1000)))
+    assert teacher.class_names[281] == "tabby" and "n02123045" in teacher.aliases[281]
+
+
+def test_a_teacher_without_class_names_says_so(tmp_path):
+    assert open_teacher(export(tmp_path / "t.onnx", Small(4))).class_names is None
+
+
+def test_bad_teachers_are_named(tmp_path):
+    with pytest.raises(ValueError, match="no such file: .*none.onnx"):
+        open_teacher(str(tmp_path / "none.onnx"))
+    (tmp_path / "text.onnx").write_text("no model")
+    with pytest.raises(ValueError, match="text.onnx is not an ONNX model that runs here"):
+        open_teacher(str(tmp_path / "text.onnx"))
+    torch.onnx.export(nn.Linear(3, 2), (torch.zeros(1, 3),), tmp_path / "flat.onnx", dynamo=False)
+    with pytest.raises(ValueError, match=r"the input of .*flat.onnx is not an image .*\[1, 3\]"):
+        open_teacher(str(tmp_path / "flat.onnx"))
+    fixed = export(tmp_path / "fixed.onnx", Small(), batch=1)
+    with pytest.raises(ValueError, match="takes 1 images at once; export it with a dynamic batch"):
+        open_teacher(fixed)
+    with pytest.raises(ValueError, match="takes images of 16x16 pixels only, not 20"):
+        open_teacher(export(tmp_path / "t.onnx", Small()), side=20)
+    with pytest.raises(ValueError, match="has no feature maps; use --distill logits"):
+        open_teacher(export(tmp_path / "t.onnx", Small()), maps=True)
+    with pytest.raises(ValueError, match="cannot create teacher no_such_model"):
+        open_teacher("no_such_model")
+    about = {"class_names": ["a", "b"]}
+    with pytest.raises(ValueError, match="names 2 classes and has 4 outputs"):
+        open_teacher(export(tmp_path / "t.onnx", Small(), about=about))
+
+
+def test_a_teacher_that_cannot_take_the_size_is_named(tmp_path):
+    with pytest.raises(ValueError, match="does not run on an image of 3x2x2"):
+        open_teacher(export(tmp_path / "t.onnx", Small(), any_size=True), side=2)
