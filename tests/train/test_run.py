@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from training import SMALL, digits
 
+from hgrn_vision.train import run
 from hgrn_vision.train.build import build_model
 from hgrn_vision.train.checkpoint import read
 from hgrn_vision.train.config import from_mapping, read_yaml
@@ -358,19 +359,38 @@ def test_trackers_get_every_step_and_epoch(tmp_path, monkeypatch):
     assert seen.count(("close", None)) == 2
 
 
-def test_saves_by_steps_and_by_minutes(tmp_path, monkeypatch):
-    def saves(name: str, **settings) -> int:
-        count = []
-        whole = Run._save
-        monkeypatch.setattr(Run, "_save", lambda self, best=False: (count.append(best), whole(self, best))[1])
-        train(digits(epochs=1, epoch_steps=6, **settings), tmp_path / name)
-        monkeypatch.setattr(Run, "_save", whole)
-        return len(count)
+@pytest.mark.parametrize(
+    "seconds, settings, saves",
+    [
+        # one at the start and one at the end of the epoch in any case
+        (0, {}, [0, 6]),
+        (0, {"save_steps": 2}, [0, 2, 4, 6]),
+        (20, {"save_minutes": 0.5}, [0, 3, 6]),
+        (0, {"save_minutes": 0.5}, [0, 6]),
+        # an evaluation does not put a minute of training at risk, though it may be the last
+        (12, {}, [0, 6]),
+        (13, {}, [0, 6, 6]),
+    ],
+)
+def test_saves_by_steps_and_by_minutes(tmp_path, monkeypatch, seconds, settings, saves):
+    """By a clock that stands still during a step and goes on by `seconds` after it."""
+    clock, saved = [0.0], []
 
-    # one at the start and one at the end of the epoch in any case
-    assert saves("none") == 2
-    assert saves("steps", save_steps=2) == 4
-    assert saves("minutes", save_minutes=1e-9) == 7
+    class Clock(Observer):
+        def stepped(self, progress, loss, lr):
+            clock[0] += seconds
+
+    def save(self, best=False):
+        saved.append(self.progress.updates)
+        whole(self, best)
+
+    whole = Run._save
+    monkeypatch.setattr(Run, "_save", save)
+    monkeypatch.setattr(
+        run, "time", types.SimpleNamespace(monotonic=lambda: clock[0], perf_counter=run.time.perf_counter)
+    )
+    train(digits(epochs=1, epoch_steps=6, **settings), tmp_path, observer=Clock())
+    assert saved == saves
 
 
 def test_a_small_model_learns_the_digits(tmp_path):
