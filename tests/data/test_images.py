@@ -55,6 +55,24 @@ def test_sixteen_bit_pgm_and_float_tiff():
     assert pixels(black).max() == 0
 
 
+# a float TIFF does not say what white is: the smallest usual range that holds its values, else the largest of them
+@pytest.mark.parametrize(
+    "dtype, values, grey",
+    [
+        (np.float32, [0, 0.5, 1], [0, 128, 255]),
+        (np.float32, [0, 1, 200], [0, 1, 200]),
+        (np.float32, [0, 257, 65535], [0, 1, 255]),
+        (np.float32, [0, 50_000, 100_000], [0, 128, 255]),
+        (np.float32, [-5, 0, 1], [0, 0, 255]),
+        (np.int32, [0, 1, 200], [0, 0, 1]),
+        (np.int32, [0, 50_000, 100_000], [0, 128, 255]),
+    ],
+)
+def test_the_range_of_a_tiff_is_guessed_from_its_largest_value(dtype, values, grey):
+    data = encode(Image.fromarray(np.array([values], dtype)), "TIFF")
+    assert pixels(data)[0, :, 0].tolist() == grey
+
+
 def test_float_tiff_with_nan_is_refused():
     data = encode(Image.fromarray(np.full((2, 2), np.nan, np.float32)), "TIFF")
     with pytest.raises(BadImage, match="not finite"):

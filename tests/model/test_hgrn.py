@@ -1,6 +1,7 @@
 """What a timm model owes, for every registered model or a small one of the same class."""
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -194,7 +195,7 @@ def test_mlp_ratio_norm_layer_and_act_layer():
     assert isinstance(model.blocks[0].mlp.act, nn.GELU)
     norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
     assert len(norms) == 9 and all(type(m) is MyNorm for m in norms)
-    assert all(m.eps == 1e-5 for m in small().modules() if isinstance(m, nn.LayerNorm))
+    assert {m.eps for m in small().modules() if isinstance(m, nn.LayerNorm)} == {1e-5}
 
 
 def test_device_and_dtype_reach_every_submodule():
@@ -279,9 +280,20 @@ def test_grad_checkpointing_gives_the_same_gradients():
         out.sum().backward()
         return [out.detach()] + [p.grad.clone() for p in model.parameters()]
 
+    passes = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, _: passes.append(block))
     plain = gradients()
+    assert passes == list(model.blocks)
+    passes.clear()
     model.set_grad_checkpointing()
-    assert all(map(torch.equal, plain, gradients()))
+    assert all(itertools.starmap(torch.equal, zip(plain, gradients(), strict=True)))
+    # backward computes each block again
+    assert len(passes) == 6 and set(passes) == set(model.blocks)
+    passes.clear()
+    model.set_grad_checkpointing(False)
+    gradients()
+    assert len(passes) == 3
 
 
 def test_layer_decay_and_weight_decay_groups():
