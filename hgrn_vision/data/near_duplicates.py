@@ -5,6 +5,7 @@ import torch
 from PIL import Image
 
 BITS = 256
+HASHED_SIDE = 64  # pixels at least for a hash that can be trusted
 # bits of the hash that may differ: unrelated photographs differ in about half of them, copies that were scaled,
 # stretched or compressed again in a few
 MOST_DIFFERENT_BITS = 24

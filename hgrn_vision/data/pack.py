@@ -21,12 +21,11 @@ from PIL import Image
 
 from ..files import whole_file
 from .images import BadImage, open_image
-from .near_duplicates import difference_hash
+from .near_duplicates import HASHED_SIDE, difference_hash
 from .sources import Files
 
 MAGIC = b"HGRNPACK"
 FOOTER = struct.Struct("<QQ32s8s")  # where the index begins, its length, its SHA-256, MAGIC
-HASHED_SIDE = 64  # pixels at least for a hash that can be trusted, however small the pack is
 AT_ONCE = 256  # photographs decoded before they are written, which bounds memory
 
 

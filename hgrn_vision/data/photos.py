@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from .images import BadImage
-from .near_duplicates import MOST_DIFFERENT_BITS, hashes_to_avoid, nearest
+from .near_duplicates import HASHED_SIDE, MOST_DIFFERENT_BITS, hashes_to_avoid, nearest
 from .pack import PackedPhotos, Progress, open_pack
 from .sources import EXTENSIONS, MORE_EXTENSIONS, Files, Source
 from .splits import Split
@@ -79,7 +79,7 @@ def find_duplicates(photos: PackedPhotos, held_out: Split) -> list[tuple[str, st
     hashes, numbers = [], []
     for index in range(len(held_out)):
         try:
-            views = hashes_to_avoid(held_out.load(index))
+            views = hashes_to_avoid(held_out.load(index, HASHED_SIDE))
         except BadImage:
             continue
         hashes.append(views)

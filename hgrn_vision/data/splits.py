@@ -40,13 +40,13 @@ class Split:
         """What to call an image in messages and lists."""
         return self.source.name(int(self.rows[index]))
 
-    def load(self, index: int) -> Image.Image:
-        """An image as upright RGB; raises BadImage."""
+    def load(self, index: int, at_least: int = 0) -> Image.Image:
+        """An image as upright RGB, where `at_least` is given perhaps at a reduced scale; raises BadImage."""
         try:
             source = self.source.read(int(self.rows[index]))
         except OSError as error:
             raise BadImage(error.strerror or str(error)) from error
-        return open_image(source, self.max_pixels)
+        return open_image(source, self.max_pixels, at_least)
 
     def subset(self, indices: np.ndarray, name: str | None = None) -> "Split":
         """The images with these numbers, in this order."""
