@@ -39,6 +39,16 @@ def place(tmp_path_factory):
         (folder / "val" / name).mkdir(parents=True)
         for seed in range(100 + 5 * number, 105 + 5 * number):
             scene(seed).save(folder / "val" / name / f"{seed}.png")
+    torch.onnx.export(torch.nn.Linear(3, 2), (torch.zeros(1, 3),), folder / "flat.onnx", dynamo=False)
+    torch.onnx.export(
+        torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten()),
+        (torch.zeros(1, 3, 8, 8),),
+        folder / "unnamed.onnx",
+        dynamo=False,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_axes={"images": {0: "batch"}, "logits": {0: "batch"}},
+    )
     return folder
 
 
@@ -47,6 +57,27 @@ def launch(place):
     launcher = Launcher(place, "distill")
     yield launcher
     launcher.close()
+
+
+@pytest.fixture(scope="module")
+def finished(place, launch):
+    """A function that runs a command to its end, once for all tests that look at what it left."""
+    outputs = {}
+
+    def run(name, *arguments):
+        if name not in outputs:
+            code, outputs[name] = launch.run(*arguments, "--output", place / name)
+            assert code == 0, outputs[name]
+        return place / name, outputs[name]
+
+    return run
+
+
+def labelled(teacher):
+    return ["photos", "more", "--teacher", teacher, "--val", "val", *TINY, "--save-steps", 1]
+
+
+UNLABELLED = ["photos", "more", "--teacher", "teacher.onnx", *TINY, "--epochs", 2, "--epoch-steps", 2]
 
 
 def log(run):
@@ -63,42 +94,37 @@ def assert_same_run(got, want):
 
 
 @pytest.mark.parametrize("teacher", ["teacher", "teacher.onnx"])
-def test_killed_and_resumed_it_ends_in_the_same_weights(place, launch, teacher):
-    arguments = ["photos", "more", "--teacher", teacher, "--val", "val", *TINY, "--save-steps", 1]
-    whole, killed = place / f"whole-{teacher}", place / f"killed-{teacher}"
-    code, output = launch.run(*arguments, "--output", whole)
-    assert code == 0, output
+def test_killed_and_resumed_it_ends_in_the_same_weights(place, launch, finished, teacher):
+    killed = place / f"killed-{teacher}"
+    whole, output = finished(f"whole-{teacher}", *labelled(teacher))
     assert "left out: 1 unreadable photographs, 0 that look like" in output
-    process = launch.start(*arguments, "--output", killed)
-    last = killed / "checkpoints" / "last.safetensors"
-    process.wait_until(lambda: last.exists() and read(last)["progress"]["updates"] >= 2)
-    process.send(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    code, output = launch.run(*arguments, "--output", killed)
+    # between the two renames of a save
+    moment = (signal.SIGKILL, "os.replace", "/last.safetensors", 4)
+    code, output = launch.run(*labelled(teacher), "--output", killed, moment=moment)
+    assert code == -signal.SIGKILL, output
+    code, output = launch.run(*labelled(teacher), "--output", killed)
     assert code == 0 and "continuing after step" in output
     assert_same_run(killed, whole)
     assert [row["agreement"] for row in log(killed)] == [row["agreement"] for row in log(whole)]
 
 
-def test_two_ranks_see_what_one_sees(place, launch):
-    arguments = ["photos", "more", "--teacher", "teacher.onnx", *TINY, "--epochs", 2, "--epoch-steps", 2]
-    one, two = place / "one", place / "two"
-    code, output = launch.run(*arguments, "--output", one)
-    assert code == 0, output
-    ranks = launch.start_ranks(2, *arguments, "--output", two)
+def test_two_ranks_see_what_one_sees(place, launch, finished):
+    one, two = finished("one", *UNLABELLED)[0], place / "two"
+    ranks = launch.start_ranks(2, *UNLABELLED, "--output", two)
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output
     for a, b in zip(log(one), log(two), strict=True):
         assert float(a["train_loss"]) == pytest.approx(float(b["train_loss"]), rel=1e-4)
 
 
-def test_a_run_knows_its_teacher_and_its_classes(place, launch):
-    run = place / "whole-teacher.onnx"
+def test_a_run_knows_its_teacher_and_its_classes(place, finished):
+    run, _ = finished("whole-teacher.onnx", *labelled("teacher.onnx"))
     assert read_yaml(run / "config.yaml")["teacher"] == "teacher.onnx"
     last = read(run / "checkpoints" / "last.safetensors")
     assert last["class_names"] == CLASSES and last["train_images"] == 40
     assert "broken.jpg" in (run / "bad_images.csv").read_text()
     assert (run / "report.html").exists()
     rows = log(run)
+    assert len(rows) == 3
     # 15 labelled images, 10 held-out photographs
     assert all(
         float(row["val_top1"]) * 15 / 100 == pytest.approx(round(float(row["val_top1"]) * 15 / 100)) for row in rows
@@ -120,9 +146,9 @@ def test_it_learns_to_agree_with_its_teacher(place, launch, capsys):
     assert answers["agreement"] > 60
 
 
-def test_without_val_the_agreement_is_what_counts(place):
-    for row in log(place / "one"):
-        assert row["agreement"] == row["val_top1"]
+def test_without_val_the_agreement_is_what_counts(finished):
+    rows = log(finished("one", *UNLABELLED)[0])
+    assert len(rows) == 2 and all(row["agreement"] == row["val_top1"] for row in rows)
 
 
 def test_photographs_that_look_like_validation_images_are_listed(place, launch):
@@ -177,19 +203,6 @@ BAD = [
 def test_bad_input_is_one_line_before_training(place, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(place)
     (place / "empty").mkdir(exist_ok=True)
-    if not (place / "flat.onnx").exists():
-        torch.onnx.export(torch.nn.Linear(3, 2), (torch.zeros(1, 3),), "flat.onnx", dynamo=False)
-        conv = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
-        axes = {"images": {0: "batch"}, "logits": {0: "batch"}}
-        torch.onnx.export(
-            conv,
-            (torch.zeros(1, 3, 8, 8),),
-            "unnamed.onnx",
-            dynamo=False,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_axes=axes,
-        )
     output = [] if "--output" in arguments else ["--output", "bad"]
     assert main(["distill", arguments[0], *TINY, *arguments[1:], *output]) == 2
     error = capsys.readouterr().err

@@ -1,5 +1,7 @@
 """hgrn-vision doctor: finds what is wrong, and says what to do."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,6 +15,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def no_choice(monkeypatch):
     monkeypatch.delenv(backend.ENVIRONMENT, raising=False)
+    # whatever is free on the machine of the test
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=50 * 2**30))
+    monkeypatch.setattr(doctor, "available_memory", lambda: 8 * 2**30)
 
 
 def examine(capsys):
@@ -29,7 +34,7 @@ def test_a_sound_machine_is_ready(capsys):
     assert f"torch {torch.__version__.split('+')[0]}" in text
     for name in ("versions", "machine", "devices", "backend", "compiler", "self-test", "space"):
         assert any(line.startswith(name) for line in lines), name
-    assert "torch on cpu: ok" in text and "GiB free" in text
+    assert "torch on cpu: ok" in text and "50.0 GiB free" in text and "8.0 GiB available" in text
     chosen = backend.choose(CPU, torch.float32)
     assert f"cpu: {chosen}, " in text
     assert ("cpu on cpu: ok" in text) == (backend.unavailable("cpu") is None)
@@ -104,7 +109,7 @@ def test_a_backend_asked_for(monkeypatch):
 
 
 def test_no_room(monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5 * 2**20}))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**20))
     monkeypatch.setattr(doctor, "available_memory", lambda: 2**29)
     diagnosis = doctor.Diagnosis()
     doctor.describe_space(diagnosis)

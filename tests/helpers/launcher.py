@@ -27,13 +27,6 @@ class Process:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait_until(self, condition, seconds: float = 240) -> None:
-        """Until `condition` holds; fails with the process's output when time is up."""
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"waited {seconds} seconds: {self.output}"
-            time.sleep(0.005)
-
     def wait(self, seconds: float = 240) -> int:
         """Exit code, minus the signal's number for a process that one ended; it is killed when time is up."""
         return self.launcher.ask({"wait": self.pid, "seconds": seconds})
