@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "speed and memory beside other models of timm",
     "explain": "forget gates, token mixing and evidence, drawn for a model and pictures",
     "export": "a file that runs without this package: ONNX, pt2 or TorchScript",
+    "publish": "a folder in the form of a Hub repository, to share a trained model",
     "models": "the models of this package, their size and cost",
     "digits": "write the packaged digits as PNG files, to try the other commands on",
     "doctor": "check this machine: versions, devices, backends, space",

@@ -21,13 +21,14 @@ from timm.layers import (
     to_2tuple,
 )
 from timm.layers.pool1d import global_pool_nlc
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
 from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint
 from torch import nn
 
 from .block import Block
 from .layers import FORGET_GATES, LOWER_BOUNDS, AblatedHgru, Hgru, Recurrence, RmsNorm, lower_bounds, zero_bounds
+from .packaged import STARTER, check_packaged, weights_file
 from .weights import checkpoint_filter_fn
 
 __all__ = ["HgrnDeit"]
@@ -366,6 +367,8 @@ def _cfg(**kwargs) -> dict[str, Any]:
 
 default_cfgs = generate_default_cfgs(
     {
+        # the size at which its photographs were seen last; the classes are ImageNet's
+        STARTER: _cfg(file=weights_file(STARTER), input_size=(3, 112, 112)),
         "hgrn_deit_tiny.untrained": _cfg(),
         "hgrn_deit_small.untrained": _cfg(),
         "hgrn_deit_base.untrained": _cfg(),
@@ -380,6 +383,14 @@ default_cfgs = generate_default_cfgs(
 
 def _create_hgrn_deit(variant: str, pretrained: bool, **kwargs) -> HgrnDeit:
     out_indices = kwargs.pop("out_indices", 3)
+    if pretrained:
+        overlay = kwargs.get("pretrained_cfg_overlay")
+        source = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), overlay and dict(overlay))
+        if source.file and not source.state_dict:
+            check_packaged(source.file)
+    elif not kwargs.get("pretrained_cfg"):
+        # new weights are no others' to describe: the image size is the paper's, not that of the packaged weights
+        kwargs["pretrained_cfg"] = "untrained"
     return build_model_with_cfg(
         HgrnDeit,
         variant,

@@ -31,7 +31,7 @@ print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] no
     assert result.stderr == ""
     loaded = [name.removeprefix("hgrn_vision.") for name in ast.literal_eval(loaded)]
     assert "hgrn" in loaded
-    allowed = {"hgrn_vision", "version", "kernels", "kernels.torch_scan", *MODEL}
+    allowed = {"hgrn_vision", "version", "files", "kernels", "kernels.torch_scan", *MODEL}
     assert set(loaded) <= allowed, set(loaded) - allowed
 
 
@@ -59,7 +59,7 @@ def project_imports(path):
     return found
 
 
-MODEL = ("backend", "block", "glu", "hgrn", "layers", "recompute", "scan", "weights")
+MODEL = ("backend", "block", "glu", "hgrn", "layers", "packaged", "recompute", "scan", "weights")
 # folder or file, the Python files of the folder, what of the project they may import; further down means further right
 TABLE = [
     (
@@ -68,11 +68,12 @@ TABLE = [
         ("kernels",),
     ),
     ("hgrn_vision", "version files randomness recompute weights", ()),
+    ("hgrn_vision", "packaged", ("files",)),
     ("hgrn_vision", "backend", ("kernels",)),
     ("hgrn_vision", "scan glu", ("kernels", "backend")),
     ("hgrn_vision", "layers", ("scan", "backend", "glu", "recompute", "kernels/torch_scan")),
     ("hgrn_vision", "block", ("layers", "backend", "kernels/cpu_block")),
-    ("hgrn_vision", "hgrn", ("block", "layers", "weights")),
+    ("hgrn_vision", "hgrn", ("block", "layers", "packaged", "weights")),
     ("hgrn_vision", "__init__", ("backend", "hgrn", "scan", "version", "weights")),
     (
         "hgrn_vision/data",
@@ -99,7 +100,7 @@ TABLE = [
     (
         "hgrn_vision/commands",
         "__init__ _flags _console _dataset_check _run_exported "
-        "bench digits distill doctor evaluate explain export finetune models predict train",
+        "bench digits distill doctor evaluate explain export finetune models predict publish train",
         ("commands", "inference", "train", "report", "data", "files", "version", *MODEL, "kernels"),
     ),
     ("hgrn_vision", "cli", ("commands",)),
@@ -137,13 +138,18 @@ def test_no_file_is_called_like_one_of_timms():
     assert not theirs & ours
 
 
-def test_a_plain_install_has_the_kernels(tmp_path):
+def test_a_plain_install_has_the_kernels_and_the_weights(tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--quiet"]
     source = tmp_path / "source"
     source.mkdir()
     # a copy, so that the build leaves nothing in the checkout
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "hgrn_vision", "kernels"):
         subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
+    pretrained = source / "hgrn_vision" / "pretrained"
+    pretrained.mkdir(exist_ok=True)
+    for name in ("SHA256SUMS", "a.b.safetensors"):
+        (pretrained / name).touch()
+    weights = {path.name for path in pretrained.iterdir()}
     subprocess.run([*command, "--target", tmp_path / "site", source], check=True)
     code = (
         "import hgrn_vision, hgrn_vision.kernels.reference as r, pathlib; folder = pathlib.Path(r.__file__).parent; "
@@ -154,6 +160,7 @@ def test_a_plain_install_has_the_kernels(tmp_path):
     assert folder == str(tmp_path / "site" / "hgrn_vision" / "kernels")
     assert {path.name for path in (ROOT / "kernels").glob("*.[pch]*")} <= set(ast.literal_eval(files))
     assert not (tmp_path / "site" / "kernels").exists()
+    assert {path.name for path in (tmp_path / "site" / "hgrn_vision" / "pretrained").iterdir()} == weights
 
 
 def test_the_readmes_example_runs(tmp_path):

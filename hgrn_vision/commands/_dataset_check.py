@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 from ..data.images import BadImage
@@ -19,17 +20,20 @@ from ._console import printable
 LOOKED_AT = 5000  # pictures; of more, as many are drawn
 NAMED = 3  # examples that are printed
 THUMBNAIL = 16  # side of the grey pictures that are compared
+PHOTO_SIDE = 32  # smaller images are glyphs, icons, sprites
+COLOURED = 16  # levels between two channels of one pixel; JPEG gives a grey image some of it
 ALIKE = 2.0  # grey levels that two of them may differ by, root mean square: what another JPEG quality changes
 
 
 class Look(NamedTuple):
-    """One picture that was opened; size and thumbnail are None where it could not be read."""
+    """One image that was opened; size and thumbnail are None where it could not be read."""
 
     split: Split
     index: int
     size: tuple[int, int] | None
     thumbnail: np.ndarray | None
     reason: str
+    coloured: bool = False
 
     @property
     def name(self) -> str:
@@ -49,11 +53,17 @@ class Survey:
     twins: list[tuple[str, str]]  # names of a training and a validation picture that look alike
     empty: list[str] = field(default_factory=list)  # class folders without a picture
     ignored: list[str] = field(default_factory=list)  # files that are no pictures by their name
+    coloured: float = 0.0  # share of the readable pictures
 
     @property
     def side(self) -> int:
         """The usual shorter side."""
         return int(np.median(self.sizes.min(axis=1)))
+
+    @property
+    def photographs(self) -> bool:
+        """Whether these are photographs as a model that has seen others expects them: in colour, and no icons."""
+        return self.side >= PHOTO_SIDE and self.coloured > 0.5
 
     def lines(self) -> Iterator[str]:
         """One line that says it all, then one for each thing to look after."""
@@ -113,7 +123,8 @@ def survey(where: str, train: Split, validation: Split, show_progress: bool = Fa
         raise ValueError(f"none of the {len(looks)} images of {where} can be read: {bad[0].name}: {bad[0].reason}")
     empty, ignored = _walk(train) if Path(where).is_dir() else ([], [])
     sizes = np.array([look.size for look in good])
-    return Survey(where, train, validation, sizes, len(looks), bad, _twins(good, train), empty, ignored)
+    coloured = sum(look.coloured for look in good) / len(good)
+    return Survey(where, train, validation, sizes, len(looks), bad, _twins(good, train), empty, ignored, coloured)
 
 
 def _look(split: Split, index: int) -> Look:
@@ -122,7 +133,8 @@ def _look(split: Split, index: int) -> Look:
     except BadImage as error:
         return Look(split, index, None, None, str(error))
     thumbnail = np.asarray(image.convert("L").resize((THUMBNAIL, THUMBNAIL)), dtype=np.float32).flatten()
-    return Look(split, index, image.size, thumbnail, "")
+    colours = np.asarray(image.resize((THUMBNAIL, THUMBNAIL), Image.Resampling.NEAREST), dtype=np.int16)
+    return Look(split, index, image.size, thumbnail, "", bool(np.ptp(colours, axis=-1).max() > COLOURED))
 
 
 def _twins(looks: list[Look], train: Split) -> list[tuple[str, str]]:

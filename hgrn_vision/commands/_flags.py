@@ -14,6 +14,8 @@ from ..data.images import MAX_PIXELS
 from ..data.sources import EXTENSIONS, MORE_EXTENSIONS
 from ..train.config import TrainConfig, describe, field_types
 
+MODEL_HELP = "run, model folder, weights file, hf-hub:NAME, or hgrn_deit_tiny as packaged"
+
 
 def at_least_one(text: str) -> int:
     """A whole number from 1, for argparse."""

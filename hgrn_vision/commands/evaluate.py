@@ -18,7 +18,7 @@ from ..inference.pretrained import load_model
 from ..report.confusion import confusion_figure
 from ..train.config import TrainConfig
 from ._console import check_free, open_output, printable
-from ._flags import add_inference_arguments
+from ._flags import MODEL_HELP, add_inference_arguments
 
 EXAMPLE = "hgrn-vision evaluate runs/flowers flowers/ --output flowers-evaluation"
 FILES = ("metrics.json", "classes.csv", "confusion.csv", "confusion.png", "predictions.csv")
@@ -27,7 +27,7 @@ ROWS = 20  # classes printed
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
-    parser.add_argument("model", help="run folder, model folder, weights file or hf-hub:NAME")
+    parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument(
         "data", help="folder with a sub-folder a class (or val/ in it), .tar, .csv of file,label, or digits"
     )
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         check_free([Path(args.output) / name for name in FILES], args.force)
     loaded = load_model(args.model, args.device, args.img_size)
     config = TrainConfig(data=args.data, holdout=args.holdout, max_pixels=args.max_pixels)
-    split = open_validation(config, loaded.class_names)
+    split = open_validation(config, loaded.class_names, loaded.aliases)
     answers = classify(loaded, range(len(split)), split.load, args.batch_size)
     if sys.stderr.isatty():
         answers = tqdm(answers, total=len(split), unit=" pictures", file=sys.stderr)

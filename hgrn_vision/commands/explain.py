@@ -19,7 +19,7 @@ from ..report.explanation import ExplainedImage, Explanation, render_explanation
 from ..report.interpret_figures import evidence_figure, gate_figure, mixing_figure
 from ..report.style import to_png
 from ._console import check_free, open_output, printable
-from ._flags import at_least_one, find_pictures
+from ._flags import MODEL_HELP, at_least_one, find_pictures
 
 EXAMPLE = "hgrn-vision explain runs/flowers rose.jpg tulip.jpg --output explained"
 ANSWERS = 5
@@ -29,7 +29,7 @@ HISTOGRAM_BINS = 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
-    parser.add_argument("model", help="run folder, model folder, weights file or hf-hub:NAME")
+    parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="picture, folder, or pattern such as 'a/*.png'")
     parser.add_argument(
         "--output",

@@ -21,7 +21,7 @@ from ..inference.pretrained import LoadedModel, load_model
 from ..version import __version__
 from . import _run_exported
 from ._console import check_free
-from ._flags import at_least_one
+from ._flags import MODEL_HELP, at_least_one
 
 EXAMPLE = "hgrn-vision export runs/flowers --format onnx --output flowers.onnx"
 TOLERANCE = 1e-4
@@ -73,7 +73,7 @@ FORMATS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
-    parser.add_argument("model", help="run folder, model folder, weights file or hf-hub:NAME")
+    parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("--format", choices=FORMATS, default="onnx", help="kind of file (default onnx)")
     parser.add_argument("--output", metavar="FILE", help="its name (default: the model's, in this folder)")
     parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the images (default: as trained)")

@@ -16,6 +16,9 @@ from ..train.config import TrainConfig, from_mapping, read_yaml
 from ..train.finetune_recipe import (
     MAX_BAD_FRACTION,
     QUICK_SIDE,
+    STARTER_QUICK_SIDE,
+    STARTER_SETTINGS,
+    STARTER_SIDE,
     fitting_side,
     model_settings,
     quick_settings,
@@ -27,7 +30,9 @@ from ._console import Display, backend_details, exit_code, is_main
 from ._dataset_check import Survey, survey
 from ._flags import OF_PHOTOGRAPHS, add_setting_flags, given_settings
 
-EXAMPLE = "hgrn-vision finetune flowers/ --output runs/flowers --init runs/digits-hgrn_deit_tiny"
+EXAMPLE = "hgrn-vision finetune flowers/ --output runs/flowers"
+STARTER = "hgrn_deit_tiny"
+NONE, NEW = "none", "new weights"
 HOLDOUT = 0.2
 LARGEST_SIDE = 224
 PHOTOS = ("data", "dataset", "holdout", "classes", "train_split", "val_split", "max_pixels")
@@ -40,7 +45,7 @@ SHOWN = {
     "patience": "epochs without gain that end the run [10 or 20]",
     "balance": "draw every class equally often",
     "batch_size": "images in a step [2 to 32, by their number]",
-    "lr": "peak learning rate [5e-4 with --init, else 1e-3]",
+    "lr": "peak learning rate [5e-4, 1e-3 for new weights]",
     "seed": "seed of everything that is drawn [0]",
     "device": "cpu, cuda, ... [a GPU where there is one]",
 }
@@ -51,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s PHOTOS --output RUN [--init MODEL] [--SETTING VALUE ...]"
     parser.add_argument("data", metavar="PHOTOS", help="folder of class folders, or of train/ and val/; or .csv")
     parser.add_argument("--output", metavar="RUN", required=True, help="run folder; a run in it is continued")
-    parser.add_argument("--init", metavar="MODEL", help="begin from a run, checkpoint, model or hf-hub:NAME")
+    parser.add_argument(
+        "--init", metavar="MODEL", help=f"run, checkpoint, model, hf-hub:NAME or none [{STARTER} for photographs]"
+    )
     parser.add_argument("--quick", action="store_true", help="an answer in about five minutes on a laptop")
     parser.add_argument("--config", metavar="YAML", help="settings in a file, all of `hgrn-vision train`")
     parser.add_argument("--allow-change", action="store_true", help="continue a run with other settings")
@@ -64,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _finetune(args: argparse.Namespace) -> int:
-    output, init = Path(args.output), args.init or "new weights"
-    _check_output(output, init)
+    output = Path(args.output)
+    _check_output(output)
     given = {**(read_yaml(args.config) if args.config else {}), **given_settings(args)}
     given.pop("recipe", None)
     if Path(args.data).exists():
@@ -77,10 +84,12 @@ def _finetune(args: argparse.Namespace) -> int:
         raise ValueError(f"{photos.dataset} can only be read in turn; use hgrn-vision train --pretrained for it")
     found = survey(args.data, *splits, show_progress=is_main() and sys.stderr.isatty())
     _check_readable(found, given.get("max_bad_fraction", MAX_BAD_FRACTION))
-    initial = read_initial(args.init, given.get("model")) if args.init else None
+    init = choose_init(args.init, given, found)
+    _check_same_start(output, init)
+    initial = read_initial(init, given.get("model")) if init != NEW else None
     config = resolve(given, found, initial, args.quick)
     if is_main():
-        print("\n".join([*found.lines(), _beginning(initial, found, config)]), flush=True)
+        print("\n".join([*found.lines(), _beginning(initial, config, args.init)]), flush=True)
     details = {"init": init, "images": next(found.lines()), **backend_details(config)}
     weights = initial.weights if initial else None
     command = shlex.join(["hgrn-vision", *sys.argv[1:]])
@@ -91,14 +100,28 @@ def _finetune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_output(output: Path, init: str) -> None:
-    """Refuse a folder that holds anything but a run, and a run that began elsewhere."""
+def _check_output(output: Path) -> None:
+    """Refuse a folder that holds anything but a run."""
     if output.is_dir() and any(output.iterdir()) and not (output / "checkpoints").is_dir():
         raise ValueError(f"{output} is not empty and holds no run; give another --output")
+
+
+def choose_init(asked: str | None, given: dict[str, Any], found: Survey) -> str:
+    """What to begin from: as asked; else the packaged weights for photographs and the model that they are of."""
+    if asked:
+        return NEW if asked == NONE else asked
+    theirs = given.get("model", STARTER) == STARTER and not given.get("model_args")
+    return STARTER if theirs and found.photographs else NEW
+
+
+def _check_same_start(output: Path, init: str) -> None:
+    """Refuse to continue a run that began elsewhere."""
     if (output / "config.yaml").is_file():
         about = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8")).get("about") or {}
-        if about.get("init") != init:
-            raise ValueError(f"the run in {output} began from {about.get('init')}, not {init}; give another --output")
+        began = about.get("init")
+        if began != init:
+            same = f"--init {NONE if began == NEW else began}"
+            raise ValueError(f"the run in {output} began from {began}, not {init}; give {same} or another --output")
 
 
 def _check_readable(found: Survey, limit: float) -> None:
@@ -117,27 +140,34 @@ def resolve(given: dict[str, Any], found: Survey, initial: Initial | None, quick
     side = given.get("img_size") or min(found.side, largest)
     if initial:
         model = initial.settings
-        side = given.get("img_size") or min(model.get("img_size", LARGEST_SIDE), largest)
+        own = min(model.get("img_size", LARGEST_SIDE), largest)
+        if initial.packaged:
+            own = STARTER_QUICK_SIDE if quick else STARTER_SIDE
+        side = given.get("img_size") or own
     else:
         model = {} if "model" in given else model_settings(side)
     side = fitting_side({**model, **given}, side, exact="img_size" in given)
     suited = recipe_settings(images, side, bool(initial), given.get("batch_size"), given.get("epochs"))
+    if initial and initial.packaged:
+        suited |= STARTER_SETTINGS
     settings = {"holdout": HOLDOUT, **suited, **model, **given, "img_size": side, "recipe": "finetune"}
     if quick:
         settings = {**quick_settings(settings, images, classes), **given, "img_size": side}
     return from_mapping(settings)
 
 
-def _beginning(initial: Initial | None, found: Survey, config: TrainConfig) -> str:
+def _beginning(initial: Initial | None, config: TrainConfig, asked: str | None) -> str:
     """Where the weights come from, and what to expect of that."""
+    seen = f"Images are seen at {config.img_size} pixels."
     if initial:
         frozen = {"": "all of it learns", "body": "only the head learns"}
         learns = frozen.get(config.freeze, f"its first {config.freeze} layers stay as they are")
-        return f"Starting from {initial.title} with a new head; {learns}. Images are seen at {config.img_size} pixels."
+        other = "" if asked else f" --init {NONE} would begin with new weights."
+        return f"Starting from {initial.title} with a new head; {learns}. {seen}{other}"
     return (
-        "Starting from scratch, without --init: the model learns to see from these images alone. Expect that to take "
-        "hundreds of images of each class and many epochs; with fewer, a trained model to begin from is worth more "
-        f"than any setting. Images are seen at {config.img_size} pixels."
+        f"Starting from scratch, {f'with --init {NONE}' if asked else 'without --init'}: the model learns to see from "
+        "these images alone. Expect that to take hundreds of images of each class and many epochs; with fewer, a "
+        f"trained model to begin from is worth more than any setting. {seen}"
     )
 
 

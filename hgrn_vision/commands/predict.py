@@ -18,14 +18,14 @@ from ..inference.classify import Answer, classify
 from ..inference.pretrained import load_model
 from ..report.gallery import Gallery, thumbnail
 from ._console import STDOUT, check_free, open_output, printable
-from ._flags import add_inference_arguments, at_least_one, find_pictures
+from ._flags import MODEL_HELP, add_inference_arguments, at_least_one, find_pictures
 
 EXAMPLE = "hgrn-vision predict runs/flowers photos/ --top 3 --csv labels.csv --html labels.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
-    parser.add_argument("model", help="run folder, model folder, weights file or hf-hub:NAME")
+    parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument(
         "files",
         nargs="+",

@@ -136,4 +136,4 @@ def _show_outcome(outcome: Outcome, config: TrainConfig) -> None:
     if outcome.status == "finished before":
         print(f"start again:   rm -r {outcome.output} first, or give another --output")
     elif config.recipe == "digits":
-        print(f"your images:   {_program()} FOLDER (with train/CLASS/ and val/CLASS/ inside)")
+        print("your photos:   python -m hgrn_vision finetune PHOTOS --output runs/photos (one folder per class inside)")

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,17 +93,20 @@ def open_splits(config: DataSettings) -> tuple[Split | Stream, Split | Stream]:
     return train.subset(kept), _limit(train.subset(held_out, "validation"), config)
 
 
-def open_validation(config: DataSettings, class_names: list[str]) -> Split | Stream:
+def open_validation(
+    config: DataSettings, class_names: list[str], aliases: Sequence[Sequence[str]] = ()
+) -> Split | Stream:
     """The validation images alone, for a model that knows `class_names`.
 
-    Images that come without splits are all taken, unless the config holds some out.
+    Images that come without splits are all taken, unless the config holds some out. Where the classes have aliases,
+    folders may go by these and by the classes' numbers too.
     """
     if config.dataset.startswith(STREAMS):
         return _open_stream(config, "validation", class_names)
     listing = _list(config, "validation")
     if listing is not None:
-        return _limit(_match(listing, "validation", class_names, config), config)
-    everything = _match(_list(config, "train"), "validation", class_names, config)
+        return _limit(_match(listing, "validation", class_names, config, aliases), config)
+    everything = _match(_list(config, "train"), "validation", class_names, config, aliases)
     if _holdout(config):
         everything = everything.subset(stratified_holdout(everything.labels, _holdout(config))[1])
     return _limit(everything, config)
@@ -204,30 +208,56 @@ def _list_file(path: Path, split: str) -> Listing | None:
     return listing if part is None and split == "train" else part
 
 
-def _match(listing: Listing, name: str, class_names: list[str], config: DataSettings) -> Split:
+def _match(
+    listing: Listing,
+    name: str,
+    class_names: list[str],
+    config: DataSettings,
+    aliases: Sequence[Sequence[str]] = (),
+) -> Split:
     """The images whose class is among `class_names`, labelled by its number there."""
-    number = {class_name: i for i, class_name in enumerate(class_names)}
-    numbers = np.array([number.get(class_name, -1) for class_name in listing.class_names])
+    if aliases:
+        numbers = match_folders(listing, class_names, aliases)
+    else:
+        number = {class_name: i for i, class_name in enumerate(class_names)}
+        numbers = np.array([number.get(class_name, -1) for class_name in listing.class_names])
     labels = numbers[listing.labels]
     unknown = Counter(listing.class_names[label] for label in listing.labels[labels < 0])
     if (labels < 0).all():
         raise ValueError(
             f"no {name} image of {_where(config)} has a class that the model knows: "
-            f"found {_some(listing.class_names)}, expected {_some(class_names)}"
+            f"found {some(listing.class_names)}, expected {some(class_names)}"
         )
     if unknown and name == "train":
-        raise ValueError(f"{_where(config)} has training images of classes that are not listed: {_some(unknown)}")
+        raise ValueError(f"{_where(config)} has training images of classes that are not listed: {some(unknown)}")
     if unknown:
         _logger.warning(
             "%d validation images are left out, their classes are not among the training classes: %s",
             unknown.total(),
-            _some(unknown),
+            some(unknown),
         )
     rows = np.flatnonzero(labels >= 0)
     return Split(name, listing.source, class_names, labels[rows], rows, config.max_pixels)
 
 
-def _some(names) -> str:
+def match_folders(listing: Listing, class_names: list[str], aliases: Sequence[Sequence[str]]) -> np.ndarray:
+    """The number of each folder's class, -1 where it is none; names go before aliases, these before numbers."""
+    known: dict[str, int] = {}
+    for number in range(len(class_names)):
+        known.setdefault(str(number), number)
+    for number, names in enumerate(aliases):
+        known.update({_plain(name): number for name in names})
+    known.update({_plain(name): number for number, name in enumerate(class_names)})
+    return np.array([known.get(_plain(folder), -1) for folder in listing.class_names])
+
+
+def _plain(name: str) -> str:
+    """File systems and people spell names in many ways."""
+    return name.lower().replace("_", " ").replace("-", " ").strip()
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few of many names, for a message."""
     names = list(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -248,7 +278,7 @@ def read_classes(config: DataSettings) -> list[str] | None:
     names = Path(config.classes).read_text(encoding="utf-8").splitlines()
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise ValueError(f"{config.classes} names {_some(repeated)} more than once")
+        raise ValueError(f"{config.classes} names {some(repeated)} more than once")
     return names
 
 

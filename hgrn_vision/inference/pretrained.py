@@ -1,4 +1,4 @@
-"""Trained models, to use or to begin a run from: of a run, a model folder, a weights file or the Hugging Face hub."""
+"""Trained models, to use or to begin a run from: of a run, a folder, a file, the Hugging Face hub, this package."""
 
 import json
 from collections.abc import Callable
@@ -14,9 +14,10 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from timm.data import resolve_data_config
 from timm.layers import set_layer_config, to_2tuple
-from timm.models import is_model, load_model_config_from_hf, load_state_dict
+from timm.models import get_arch_name, is_model, load_model_config_from_hf, load_state_dict
 from torch import nn
 
+from ..data.imagenet import imagenet_aliases, imagenet_names
 from ..data.spec import DataSpec
 from ..data.transforms import eval_transform
 from ..train import checkpoint
@@ -49,6 +50,12 @@ class LoadedModel:
         mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (self.spec.mean, self.spec.std))
         return self._crop(image).float().div_(255).sub_(mean).div_(std)
 
+    @property
+    def aliases(self) -> list[tuple[str, ...]]:
+        """What else each class may be called, where the classes are ImageNet's; else nothing."""
+        count = len(self.class_names)
+        return imagenet_aliases(count) if self.class_names == imagenet_names(count) else []
+
     @cached_property
     def _crop(self) -> Callable[[Image.Image], torch.Tensor]:
         return eval_transform(self.spec)
@@ -65,7 +72,7 @@ def load_model(
 
     Args:
         where: a run folder, a model folder (also as local-dir:FOLDER), a checkpoint file of a run, a weights file in a
-            model folder, or hf-hub:NAME.
+            model folder, hf-hub:NAME, or the registered name of a model whose weights come with the package.
         device: cpu, cuda or another torch device; auto takes a GPU where there is one.
         img_size: side of the images; by default the one that the model was trained on.
         scriptable: create the model in timm's scriptable mode.
@@ -79,6 +86,8 @@ def load_model(
             model_args = load_model_config_from_hf(where.removeprefix(HUB))[2] or {}
         elif Path(name).is_dir():
             model, model_args = _load_folder(Path(name))
+        elif _is_name(where):
+            model, model_args = _load_packaged(where), {}
         else:
             model, model_args = _load_file(Path(name))
     if "img_size" in model_args:
@@ -102,10 +111,31 @@ def _load_folder(folder: Path, pretrained: bool = True) -> tuple[nn.Module, dict
     return model, saved_args
 
 
+def packaged_models() -> dict[str, str]:
+    """Registered names of the models whose weights come with the package, each with the name that has the tag."""
+    return {get_arch_name(name): name for name in timm.list_models(module="hgrn", pretrained=True, include_tags=True)}
+
+
+def _is_name(where: str) -> bool:
+    """Whether a model is named as in timm's registry; a folder or file of that name goes first."""
+    return is_model(where) and not Path(where).exists()
+
+
+def _load_packaged(name: str) -> nn.Module:
+    packaged = packaged_models()
+    if name not in packaged and name not in packaged.values():
+        verb = "has" if len(packaged) == 1 else "have"
+        raise ValueError(f"no weights of {name} come with this package; {', '.join(packaged)} {verb} them")
+    model = _create(name, name, pretrained=True)
+    model.pretrained_cfg = {**model.pretrained_cfg, "label_names": imagenet_names(model.num_classes)}
+    return model
+
+
 def _load_file(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a run's checkpoint, or of a weights file beside the config.json that describes it."""
     if not path.is_file():
-        raise ValueError(f"no model at {path}: expected a run, a model folder, a weights file or {HUB}NAME")
+        names = ", ".join(packaged_models())
+        raise ValueError(f"no model at {path}: expected a run, model folder, weights file, {HUB}NAME or {names}")
     if is_checkpoint(path):
         contents = checkpoint.read(path)
         model = rebuild_model(contents)
@@ -195,10 +225,11 @@ class Initial:
     settings: dict[str, Any]
     weights: dict[str, torch.Tensor]
     title: str
+    packaged: bool = False  # weights that come with the package
 
 
 def read_initial(where: str, model_name: str | None = None) -> Initial:
-    """A run, a checkpoint, a model folder, hf-hub:NAME, or a bare weights file of the model `model_name`."""
+    """Whatever `load_model` takes, or a bare weights file of the model `model_name`."""
     path = Path(where.removeprefix(FOLDER))
     if not where.startswith(HUB) and path.is_file() and not _is_described(path):
         return _read_weights(path, model_name)
@@ -214,8 +245,10 @@ def read_initial(where: str, model_name: str | None = None) -> Initial:
         "interpolation": spec.interpolation,
         "crop_pct": spec.crop_pct,
     }
-    title = f"{where} ({settings['model']}, {len(loaded.class_names)} classes at {spec.input_size[1]} pixels)"
-    return Initial(settings, loaded.model.state_dict(), title)
+    packaged = _is_name(where)
+    what = "weights that come with the package" if packaged else settings["model"]
+    title = f"{where} ({what}, {len(loaded.class_names)} classes at {spec.input_size[1]} pixels)"
+    return Initial(settings, loaded.model.state_dict(), title, packaged)
 
 
 def _is_described(path: Path) -> bool:

@@ -13,6 +13,10 @@ from .config import even_divisor, from_mapping
 PATCHES = {16: 2, 64: 4, 128: 8}
 MAX_BAD_FRACTION = 0.25  # one broken file of a few hundred is no reason to stop
 QUICK_SIDE = 112
+# what is different when the weights that come with the package are the start: they know photographs of these sizes,
+# and smaller ones are enlarged
+STARTER_SIDE, STARTER_QUICK_SIDE = 112, 84
+STARTER_SETTINGS = {"lr": 5e-4, "layer_decay": 0.75}
 QUICK_EPOCHS = 3
 QUICK_IMAGES = 256
 # two laptop cores train at about 50 GFLOP/s; four minutes of that leave one for reading and evaluating

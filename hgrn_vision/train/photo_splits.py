@@ -13,8 +13,7 @@ from ..data import sources
 from ..data.images import BadImage
 from ..data.pack import Progress
 from ..data.photos import Photos, hold_out, open_photos
-from ..data.sources import Listing
-from ..data.splits import Split, read_classes
+from ..data.splits import Split, match_folders, read_classes, some
 from ..data.transforms import eval_transform, normalise
 from .config import TrainConfig
 from .teachers import Teacher
@@ -80,30 +79,9 @@ def open_labelled(config: TrainConfig, class_names: list[str], aliases: Sequence
     if not len(rows):
         raise ValueError(
             f"no folder of {config.val} is named as a class of the teacher, by name, WordNet id or number: "
-            f"found {_some(listing.class_names)}, expected names such as {_some(class_names)}"
+            f"found {some(listing.class_names)}, expected names such as {some(class_names)}"
         )
     unknown = Counter(listing.class_names[label] for label in listing.labels[labels < 0])
     if unknown:
-        _logger.warning("%d images of %s are left out: %s", unknown.total(), config.val, _some(unknown))
+        _logger.warning("%d images of %s are left out: %s", unknown.total(), config.val, some(unknown))
     return Split("validation", listing.source, class_names, labels[rows], rows, config.max_pixels)
-
-
-def match_folders(listing: Listing, class_names: list[str], aliases: Sequence[Sequence[str]]) -> np.ndarray:
-    """The number of each folder's class, -1 where it is none; names go before aliases, these before numbers."""
-    known: dict[str, int] = {}
-    for number in range(len(class_names)):
-        known.setdefault(str(number), number)
-    for number, names in enumerate(aliases):
-        known.update({_plain(name): number for name in names})
-    known.update({_plain(name): number for number, name in enumerate(class_names)})
-    return np.array([known.get(_plain(folder), -1) for folder in listing.class_names])
-
-
-def _plain(name: str) -> str:
-    """File systems and people spell names in many ways."""
-    return name.lower().replace("_", " ").replace("-", " ").strip()
-
-
-def _some(names) -> str:
-    names = list(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

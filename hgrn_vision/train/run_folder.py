@@ -100,15 +100,20 @@ def export_model(folder: Path, model: nn.Module, config: TrainConfig, class_name
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    save_for_hf(model, str(new), {"label_names": class_names}, arguments, safe_serialization=True)
-    for path in list(new.iterdir()):
-        # timm leaves the weights readable by the user alone, and not yet on the disk
-        with whole_file(path) as temporary:
-            os.replace(path, temporary)
+    write_model(new, model, arguments, class_names)
     if folder.exists():
         os.replace(folder, old)
     os.replace(new, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_model(folder: Path, model: nn.Module, model_args: dict[str, Any], class_names: list[str]) -> None:
+    """config.json and model.safetensors in the form of the Hugging Face hub."""
+    save_for_hf(model, str(folder), {"label_names": class_names}, model_args, safe_serialization=True)
+    for path in list(folder.iterdir()):
+        # timm leaves the weights readable by the user alone, and not yet on the disk
+        with whole_file(path) as temporary:
+            os.replace(path, temporary)
 
 
 def check_same_run(

@@ -221,7 +221,7 @@ def test_class_names_from_a_file(place, launch):
 @pytest.mark.parametrize("folders", [CLASSES, ["0", "1", "2"], ["Rose", "DAISY <B>", "2"]])
 def test_val_folders_are_named_by_class_or_number(place, folders):
     from hgrn_vision.data.sources import Listing
-    from hgrn_vision.train.photo_splits import match_folders
+    from hgrn_vision.data.splits import match_folders
 
     listing = Listing(None, np.arange(3), folders)
     assert match_folders(listing, CLASSES, [()] * 3).tolist() == [0, 1, 2]
@@ -230,7 +230,7 @@ def test_val_folders_are_named_by_class_or_number(place, folders):
 def test_val_folders_may_be_wordnet_ids():
     from hgrn_vision.data.imagenet import imagenet_aliases, imagenet_names
     from hgrn_vision.data.sources import Listing
-    from hgrn_vision.train.photo_splits import match_folders
+    from hgrn_vision.data.splits import match_folders
 
     listing = Listing(None, np.arange(4), ["n02123045", "281", "tiger_cat", "nothing"])
     assert match_folders(listing, imagenet_names(1000), imagenet_aliases(1000)).tolist() == [281, 281, 282, -1]

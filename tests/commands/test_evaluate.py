@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from PIL import Image
-from saved_models import CLASSES, save_model, write_picture
+from saved_models import CLASSES, package_starter, save_model, write_picture
 
 from hgrn_vision.cli import main
 from hgrn_vision.commands.evaluate import FILES
@@ -114,6 +114,29 @@ def test_classes_are_matched_by_name(model, data, tmp_path, capsys, caplog):
     assert main(["evaluate", model, str(data)]) == 2
     error = capsys.readouterr().err
     assert "has a class that the model knows" in error and "a cat" in error and error.count("\n") == 1
+
+
+def test_imagenet_folders_go_by_name_wordnet_id_or_number(tmp_path, monkeypatch, caplog, capsys):
+    package_starter(tmp_path / "pretrained", monkeypatch)
+    folders = {
+        "golden retriever": "golden retriever",
+        "n02012849": "crane (n02012849)",
+        "817": "sports car",
+        "Granny_Smith": "Granny Smith",
+        "crane": None,  # a bird or a machine
+    }
+    for number, name in enumerate(folders):
+        write_picture(tmp_path / "photos" / name / "1.png", number, (48, 48))
+    _, metrics, predictions = evaluate("hgrn_deit_tiny", tmp_path / "photos", tmp_path / "out")
+    assert metrics["images"] == 4 and metrics["classes"] == 1000
+    assert {row["file"].split("/")[0]: row["true"] for row in predictions} == {
+        folder: name for folder, name in folders.items() if name
+    }
+    assert "1 validation images are left out" in caplog.text and "crane" in caplog.text
+    # the classes of a model of one's own have no numbers
+    save_model(tmp_path / "run" / "model")
+    assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "photos")]) == 2
+    assert "has a class that the model knows" in capsys.readouterr().err
 
 
 def test_only_what_was_held_out(model, data, tmp_path):

@@ -14,18 +14,18 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
-from saved_models import SMALL, save_model, write_picture
+from saved_models import SMALL, package_starter, save_model, write_picture
 
 import hgrn_vision  # noqa: F401
 from hgrn_vision.cli import main
 from hgrn_vision.commands._console import Display
 from hgrn_vision.commands._dataset_check import survey
-from hgrn_vision.commands.finetune import resolve
+from hgrn_vision.commands.finetune import choose_init, resolve
 from hgrn_vision.data.splits import open_splits
 from hgrn_vision.inference.pretrained import Initial, read_initial
 from hgrn_vision.train.build import load_body
 from hgrn_vision.train.config import TrainConfig
-from hgrn_vision.train.finetune_recipe import QUICK_FLOPS
+from hgrn_vision.train.finetune_recipe import QUICK_FLOPS, STARTER_QUICK_SIDE, STARTER_SETTINGS, STARTER_SIDE
 
 CLASSES = ["red apple", "Grünkohl", "青い花"]
 TINY = ["--model", "hgrn_deit_tiny", "--model-args", "patch_size=8", "embed_dim=16", "depth=1", "--img-size", "16"]
@@ -33,11 +33,11 @@ SHORT = ["--epochs", "1", "--batch-size", "4", "--workers", "0", "--device", "cp
 STILL = ["--lr", "0", "--min-lr", "0", "--warmup-lr", "0"]  # nothing learns
 
 
-def write_photos(folder, counts):
+def write_photos(folder, counts, side=16):
     """Pictures of 16x16 pixels, `counts` of each class."""
     for label, (name, count) in enumerate(counts.items()):
         for number in range(count):
-            write_picture(folder / name / f"photo {number}.png", 100 * label + number)
+            write_picture(folder / name / f"photo {number}.png", 100 * label + number, (side, side))
     return folder
 
 
@@ -113,8 +113,70 @@ def test_the_head_is_new_and_the_rest_is_kept(kind, photos, finished, tmp_path, 
     assert f"Starting from {where} (hgrn_deit_tiny, 3 classes at 16 pixels) with a new head" in capsys.readouterr().out
 
 
+def test_photographs_begin_from_the_packaged_weights(tmp_path, monkeypatch, capsys):
+    package_starter(tmp_path / "pretrained", monkeypatch)
+    photos = write_photos(tmp_path / "photos", {"a": 4, "b": 4}, side=40)
+    assert finetune(photos, tmp_path / "run", "--img-size", "28", *STILL) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("Starting from hgrn_deit_tiny (weights that come with the package, 1000 classes at ")
+    assert line.endswith("Images are seen at 28 pixels. --init none would begin with new weights.")
+    first = timm.create_model("hgrn_deit_tiny", pretrained=True).state_dict()
+    kept = body(tmp_path / "run" / "model")
+    assert all(torch.equal(tensor, first[name]) for name, tensor in kept.items()) and len(kept) == len(first) - 2
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["about"]["init"] == "hgrn_deit_tiny"
+    assert finetune(photos, tmp_path / "run", "--img-size", "28", *STILL, "--init", "none") == 2
+    message = "began from hgrn_deit_tiny, not new weights; give --init hgrn_deit_tiny or another --output"
+    assert message in capsys.readouterr().err
+
+
+def test_a_damaged_package_is_said_before_training(tmp_path, monkeypatch, capsys):
+    package_starter(tmp_path / "pretrained", monkeypatch)
+    (tmp_path / "pretrained" / "SHA256SUMS").unlink()
+    photos = write_photos(tmp_path / "photos", {"a": 4, "b": 4}, side=40)
+    assert finetune(photos, tmp_path / "run") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is damaged" in line and "reinstall the package" in line
+    assert not (tmp_path / "run").exists()
+
+
+def look_at(folder):
+    return survey(str(folder), *open_splits(TrainConfig(data=str(folder), holdout=0.2)))
+
+
+def make_grey(folder):
+    for path in folder.rglob("*.png"):
+        # some colour of its own, as a JPEG of a scan has
+        grey = np.asarray(Image.open(path).convert("L")).astype(int)
+        Image.fromarray(np.stack([grey + 3, grey, grey - 3], -1).clip(0, 255).astype(np.uint8)).save(path)
+    return folder
+
+
+def test_what_is_taken_for_photographs(tmp_path):
+    large, small = (look_at(write_photos(tmp_path / f"{side}", {"a": 4, "b": 4}, side)) for side in (32, 31))
+    grey = look_at(make_grey(write_photos(tmp_path / "grey", {"a": 4, "b": 4}, 64)))
+    assert (large.photographs, small.photographs, grey.photographs) == (True, False, False)
+    assert choose_init(None, {}, large) == choose_init(None, {"model": "hgrn_deit_tiny"}, large) == "hgrn_deit_tiny"
+    for found, given in ((small, {}), (grey, {}), (large, {"model": "resnet18"}), (large, {"model_args": SMALL})):
+        assert choose_init(None, given, found) == "new weights"
+    assert choose_init("none", {}, large) == "new weights"
+    assert choose_init("runs/x", {}, small) == "runs/x"
+
+
+@pytest.mark.parametrize("quick, side", [(False, STARTER_SIDE), (True, STARTER_QUICK_SIDE)])
+def test_settings_from_the_packaged_weights(quick, side):
+    trained = {"model": "hgrn_deit_tiny", "model_args": {}, "img_size": 56}
+    packaged = resolve({}, Found(1000, 500), Initial(trained, {}, "", packaged=True), quick)
+    assert packaged.img_size == side
+    assert {name: getattr(packaged, name) for name in STARTER_SETTINGS} == STARTER_SETTINGS
+    # images that are smaller are enlarged, and what is given goes first
+    assert resolve({}, Found(1000, 32), Initial(trained, {}, "", packaged=True), quick).img_size == side
+    given = {"img_size": 140, "lr": 0.125}
+    assert resolve(given, Found(1000, 500), Initial(trained, {}, "", packaged=True), quick).lr == 0.125
+    assert resolve({}, Found(1000, 500), Initial(trained, {}, ""), quick).img_size == 56
+
+
 def test_a_released_checkpoint_says_which_model_it_is_of(tmp_path):
-    from test_weights import released_state_dict
+    from tests.model.test_weights import released_state_dict
 
     state = released_state_dict(depth=12, d=192, classes=5)
     torch.save({"model": state}, tmp_path / "released.pth")

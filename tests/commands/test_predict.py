@@ -20,7 +20,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from saved_models import CLASSES, edit_config, save_model, write_picture
+from saved_models import CLASSES, edit_config, package_starter, save_model, write_picture
 
 from hgrn_vision.cli import main
 from hgrn_vision.commands import predict
@@ -334,6 +334,19 @@ def test_another_image_size(model, pictures, capsys):
     assert "multiple" in capsys.readouterr().err
 
 
+def test_imagenet_classes_with_no_training(pictures, tmp_path, monkeypatch, capsys):
+    network = package_starter(tmp_path / "pretrained", monkeypatch)
+    code, rows = rows_of(capsys, "hgrn_deit_tiny", *pictures)
+    assert code == 0 and len(rows) == 5
+    loaded = load_model("hgrn_deit_tiny")
+    for path, row in zip(pictures, rows, strict=True):
+        with torch.no_grad():
+            answer = network(loaded.prepare(open_image(path))[None]).softmax(-1)[0]
+        # float16 may change the order of answers that are nearly equal
+        assert float(row["probability"]) == pytest.approx(answer.max().item(), rel=0.02)
+        assert answer[loaded.class_names.index(row["label"])] == pytest.approx(answer.max().item(), rel=0.02)
+
+
 def test_bad_flags_and_models_end_in_one_line(model, pictures, tmp_path, capsys):
     edit_config(tmp_path / "run" / "model", label_names=["only", "two"])
     assert main(["predict", model, *pictures]) == 2
@@ -347,7 +360,7 @@ def test_bad_flags_and_models_end_in_one_line(model, pictures, tmp_path, capsys)
         assert error.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["predict", "evaluate", "models", "doctor"])
+@pytest.mark.parametrize("command", ["predict", "evaluate", "models", "doctor", "publish"])
 def test_help_fits_a_screen_and_has_an_example(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="^0$"):

@@ -1,14 +1,15 @@
-"""Small models in folders, and pictures for them, for the tests of the commands."""
+"""Small models in folders, weights as the package has them, and pictures, for the tests of the commands."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import timm
 import torch
 from PIL import Image
-from timm.models import save_for_hf
+from timm.models import get_pretrained_cfg, save_for_hf
 
-import hgrn_vision  # noqa: F401
+from hgrn_vision import packaged
 
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2}
 CLASSES = ["rose", "daisy <b>", "cornflower é"]
@@ -29,6 +30,18 @@ def save_model(folder, class_names=CLASSES, seed=0):
     model = small_model(len(class_names), seed)
     config = {"label_names": list(class_names)}
     save_for_hf(model, folder, model_config=config, model_args=dict(SMALL), safe_serialization=True)
+    return model
+
+
+def package_starter(folder, monkeypatch):
+    """Weights from a seed, in the place of those that come with the package; the model that they are of."""
+    torch.manual_seed(7)
+    model = timm.create_model("hgrn_deit_tiny").eval()
+    path = packaged.write_starter(model, folder)
+    monkeypatch.setattr(packaged, "PRETRAINED", folder)
+    cfg = replace(get_pretrained_cfg(packaged.STARTER), file=str(path))
+    for name in ("hgrn_deit_tiny", packaged.STARTER):
+        monkeypatch.setitem(timm.models._registry._model_pretrained_cfgs, name, cfg)
     return model
 
 

@@ -5,7 +5,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from saved_models import CLASSES, SMALL, edit_config, save_model, small_model, write_picture
+from saved_models import CLASSES, SMALL, edit_config, package_starter, save_model, small_model, write_picture
 
 from hgrn_vision.inference.pretrained import load_model
 from hgrn_vision.train import checkpoint
@@ -51,6 +51,31 @@ def test_from_a_checkpoint_of_a_run(ema, tmp_path):
     assert loaded.spec.input_size == (3, 16, 16) and loaded.spec.mean == (0, 0, 0)
     with pytest.raises(ValueError, match="has not finished an epoch"):
         load_model(str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["hgrn_deit_tiny", "hgrn_deit_tiny.dist_photos"])
+def test_by_the_name_of_a_model_whose_weights_come_with_the_package(name, tmp_path, monkeypatch):
+    package_starter(tmp_path / "pretrained", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    loaded = load_model(name)
+    assert same_weights(loaded.model, timm.create_model("hgrn_deit_tiny", pretrained=True))
+    size = timm.get_pretrained_cfg("hgrn_deit_tiny").input_size
+    assert loaded.spec.input_size == size and not loaded.model.training
+    names = loaded.class_names
+    assert len(names) == len(set(names)) == 1000 and names[207] == "golden retriever"
+    assert [names[i] for i in (134, 517)] == ["crane (n02012849)", "crane (n03126707)"]
+    assert names[638] != names[639] and "maillot" in names[638] and "maillot" in names[639]
+    assert loaded.aliases[134][0] == "n02012849"
+    # a folder of the name goes first, as it always has
+    save_model(tmp_path / name)
+    loaded = load_model(name)
+    assert loaded.class_names == CLASSES and loaded.aliases == []
+
+
+@pytest.mark.parametrize("name", ["hgrn_deit_small", "hgrn_deit_tiny.untrained", "resnet50"])
+def test_a_registered_name_without_weights(name):
+    with pytest.raises(ValueError, match=f"no weights of {name} come with this package; hgrn_deit_tiny has them$"):
+        load_model(name)
 
 
 def test_pictures_are_prepared_as_timm_does_it(tmp_path):
@@ -109,7 +134,7 @@ def test_a_broken_folder_is_refused_in_one_line(message, tmp_path):
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(ValueError, match="no model at"):
+    with pytest.raises(ValueError, match="no model at .* hf-hub:NAME or hgrn_deit_tiny$"):
         load_model(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="device 'moon'"):
         load_model(str(tmp_path), device="moon")

@@ -152,7 +152,7 @@ def test_unknown_argument():
 
 def test_pretrained_without_weights_is_timms_own_error():
     with pytest.raises(RuntimeError, match="[Nn]o pretrained weights"):
-        timm.create_model("hgrn_deit_tiny", pretrained=True)
+        timm.create_model("hgrn_deit_small", pretrained=True)
 
 
 @pytest.mark.parametrize("pool", ["", "avg", "max", "avgmax"])

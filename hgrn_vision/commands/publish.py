@@ -1,0 +1,105 @@
+"""`hgrn-vision publish`: a trained model as a folder in the form of a Hub repository, for others to load with timm."""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+import yaml
+
+from ..files import write_text
+from ..inference.pretrained import LoadedModel, load_model
+from ..train.run_folder import write_model
+from ._console import printable
+from ._flags import MODEL_HELP
+
+EXAMPLE = "hgrn-vision publish runs/flowers flowers-hgrn --license cc-by-4.0"
+CARD = """\
+# Model card for {title}
+
+{architecture} for {classes:,} classes, {parameters:.1f}M parameters. The architecture is in the Python package
+`hgrn_vision`: a gated linear recurrence takes the place of attention
+([arXiv 2311.04823](https://arxiv.org/abs/2311.04823)).
+
+- **Image size:** {side}
+- **Training images:** not recorded here
+
+```python
+{imports}
+
+model = timm.create_model("hf-hub:USER/{title}", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
+probabilities = model(transform(Image.open("photo.jpg").convert("RGB"))[None]).softmax(-1)
+name = model.pretrained_cfg["label_names"][probabilities.argmax()]
+```
+
+On the command line: `hgrn-vision predict hf-hub:USER/{title} photo.jpg`.
+
+<details>
+<summary>The {classes:,} classes</summary>
+
+{names}
+
+</details>
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument("model", metavar="RUN", help=MODEL_HELP)
+    parser.add_argument("folder", metavar="FOLDER", help="a new or empty folder")
+    parser.add_argument(
+        "--license", default="unknown", metavar="ID", help="license of the weights, as the Hub spells it [unknown]"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the folder; it gets its name when all of it is there."""
+    folder = Path(args.folder).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{args.folder} is {'not empty' if folder.is_dir() else 'a file'}; give a new or empty folder")
+    loaded = load_model(args.model, "cpu")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        write_repository(unfinished, loaded, folder.name, args.license)
+        os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} to {args.folder}")
+    print(f"read it:  timm.create_model('local-dir:{args.folder}', pretrained=True)")
+    print(f"share it: hf upload USER/{folder.name} {args.folder} (fill in README.md first)")
+    return 0
+
+
+def write_repository(folder: Path, loaded: LoadedModel, title: str, license: str) -> None:
+    """config.json, model.safetensors and README.md."""
+    # neither the tag of the architecture's first weights nor a second list of the classes
+    described = {key: value for key, value in loaded.model.pretrained_cfg.items() if key not in ("tag", "label_names")}
+    loaded.model.pretrained_cfg = {**described, "license": license}
+    write_model(folder, loaded.model, loaded.model_args, loaded.class_names)
+    write_text(folder / "README.md", model_card(loaded, title, license))
+
+
+def model_card(loaded: LoadedModel, title: str, license: str) -> str:
+    """README.md: timm's front matter, how to load the model, what it knows."""
+    front = {
+        "tags": ["image-classification", "timm"],
+        "pipeline_tag": "image-classification",
+        "library_name": "timm",
+        "license": license,
+    }
+    imports = ["import timm", "from PIL import Image"]
+    if hasattr(loaded.model, "recurrences"):
+        imports = ["import hgrn_vision  # makes the architecture known to timm", *imports]
+    text = CARD.format(
+        title=title,
+        architecture=f"`{loaded.model.pretrained_cfg['architecture']}`",
+        classes=len(loaded.class_names),
+        parameters=sum(parameter.numel() for parameter in loaded.model.parameters()) / 1e6,
+        side=" x ".join(map(str, loaded.spec.input_size[1:])),
+        imports="\n".join(imports),
+        # indented as code, so that no name is taken for markup
+        names="\n".join(f"    {printable(name)}" for name in loaded.class_names),
+    )
+    return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n{text}"
