@@ -1,8 +1,16 @@
 """The frame of the command: its list, its help, its errors."""
 
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from hgrn_vision import cli
+from hgrn_vision.commands import distill
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def call(capsys, *argv):
@@ -47,3 +55,11 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys):
     code, out, err = call(capsys, *argv)
     assert (code, out) == (2, "")
     assert words in err and err.count("\n") == 1 and err.startswith("hgrn-vision")
+
+
+def test_the_slurm_example_of_distill_has_flags_that_exist():
+    text = (ROOT / "examples" / "distill_imagenet.sbatch").read_text()
+    command = re.search(r"-m hgrn_vision \\\n(.*?) &\n", text, flags=re.DOTALL).group(1).replace("\\\n", " ")
+    config = distill.resolve(cli.build_parser("distill").parse_args(shlex.split(command)))
+    assert (config.img_size, config.pack, config.micro_batches) == (224, 0, 16)
+    subprocess.run(["bash", "-n", ROOT / "examples" / "distill_imagenet.sbatch"], check=True)
