@@ -420,10 +420,12 @@ def test_digits_are_written_whole_and_as_the_demo_divides_them(tmp_path, capsys)
     assert "exists already" in capsys.readouterr().err
 
 
-def test_a_demo_run_is_a_head_start(tmp_path):
+def test_a_demo_run_is_a_head_start(tmp_path, capsys):
     """A small model on the digits as PNG files; examples/finetune_digits.py shows it for the demo's own."""
     small = ["--model-args", "patch_size=2", "embed_dim=32", "depth=2", "--lr", "0.005", "--device", "cpu"]
     assert main(["train", "--output", str(tmp_path / "demo"), *small, "--epochs", "5"]) == 0
+    # and it ends by naming the next step
+    assert re.search(r"hgrn_vision finetune PHOTOS --output \S+ \(one folder per class", capsys.readouterr().out)
     assert main(["digits", str(tmp_path / "pictures")]) == 0
     few_steps = ["--epochs", "1", "--epoch-steps", "15", "--device", "cpu", "--lr", "0.005"]
     reached = {}
