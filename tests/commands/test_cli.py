@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,15 @@ def test_the_slurm_example_of_distill_has_flags_that_exist():
     config = distill.resolve(cli.build_parser("distill").parse_args(shlex.split(command)))
     assert (config.img_size, config.pack, config.micro_batches) == (224, 0, 16)
     subprocess.run(["bash", "-n", ROOT / "examples" / "distill_imagenet.sbatch"], check=True)
+
+
+def test_arguments_are_those_of_the_process(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["hgrn-vision", "bench", "--seconds", "0"])
+    assert cli.main() == 2
+    assert capsys.readouterr().err == "hgrn-vision bench: --sizes, --seconds and --threads must be positive\n"
+
+
+def test_a_traceback_for_those_who_ask(monkeypatch):
+    monkeypatch.setenv("HGRN_VISION_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="must be positive"):
+        cli.main(["bench", "--seconds", "0"])

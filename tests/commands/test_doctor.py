@@ -108,6 +108,23 @@ def test_a_backend_asked_for(monkeypatch):
     assert text == f"cpu: torch, because {backend.ENVIRONMENT} asks for it"
 
 
+def test_the_compiler_and_where_its_libraries_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.cpu_build, "compiler", lambda: (["cc", "-m64"], "cc 12.1\nCopyright"))
+    monkeypatch.setattr(doctor.cpu_build, "cache_folder", lambda: tmp_path)
+    for name in ("a.so", "b.so", "note.txt"):
+        (tmp_path / name).touch()
+    assert doctor.describe_compiler() == ["cc -m64: cc 12.1", f"cache: {tmp_path}, 2 libraries"]
+    monkeypatch.setattr(doctor.cpu_build, "cache_folder", lambda: None)
+    first, second = doctor.describe_compiler()
+    assert first == "cc -m64: cc 12.1" and second.startswith("cache: none")
+
+    def missing():
+        raise RuntimeError("no C compiler found")
+
+    monkeypatch.setattr(doctor.cpu_build, "compiler", missing)
+    assert doctor.describe_compiler() == ["none: no C compiler found"]
+
+
 def test_no_room(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**20))
     monkeypatch.setattr(doctor, "available_memory", lambda: 2**29)

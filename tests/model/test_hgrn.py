@@ -21,8 +21,10 @@ MODELS = timm.list_models(module="hgrn")
 PARAMETERS = {  # the paper's table 7 prints 6.1M and 23.7M
     "hgrn_deit_tiny": 6_107_560,
     "hgrn_deit_small": 23_715_688,
+    "hgrn_deit_base": 93_436_648,
     "hgrn_deit_tiny_patch16_224": 6_142_120,
     "hgrn_deit_small_patch16_224": 23_784_808,
+    "hgrn_deit_base_patch16_224": 93_574_888,
     "hgrn1d_vit_tiny": 6_107_560,
     "hgrn1d_vit_small": 23_715_688,
 }
@@ -54,7 +56,7 @@ def images(size=32, batch=2, channels=3):
 
 
 def test_registry():
-    assert len(MODELS) == 8 and set(PARAMETERS) < set(MODELS)
+    assert len(MODELS) == 8 and set(PARAMETERS) == set(MODELS)
     for name in MODELS:
         cfg = timm.get_pretrained_cfg(name)
         assert cfg is not None and cfg.architecture == name
@@ -68,8 +70,7 @@ def test_registry():
 @pytest.mark.parametrize("name", MODELS)
 def test_sizes_and_names(name):
     model = timm.create_model(name, device="meta")
-    if name in PARAMETERS:
-        assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
     D = model.embed_dim
     state = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     patch = 16 if "patch16" in name else 14
