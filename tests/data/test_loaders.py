@@ -363,6 +363,8 @@ def test_a_balanced_epoch_has_every_class_equally_often(repeats):
         assert counts.max() - counts.min() <= repeats
     # every batch is balanced, not only the whole
     assert np.bincount(labels[order[:30]]).tolist() == [10, 10, 10]
+    # and the classes take no fixed turns: micro-batches are dealt by position
+    assert len(np.unique(labels[order].reshape(-1, 3 * repeats), axis=0)) == 6
     assert np.array_equal(order, balanced_order(labels, config(repeats=repeats), 0, 180))
     assert not np.array_equal(order, balanced_order(labels, config(repeats=repeats), 1, 180))
 
