@@ -70,6 +70,16 @@ def test_files_of_an_evaluation(model, data, tmp_path, capsys):
     assert f"{metrics['top1']:.2f}%" in text and all(name in text for name in CLASSES)
 
 
+def test_of_many_classes_the_weakest_are_shown(model, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hgrn_vision.commands.evaluate.ROWS", 2)
+    evaluate(model, data, tmp_path / "out")
+    text = capsys.readouterr().out
+    assert "the 2 weakest of 3 classes (--output writes all)" in text
+    by_f1 = sorted(read_csv(tmp_path / "out" / "classes.csv"), key=lambda row: float(row["f1"]))
+    table = text.split("precision")[1]
+    assert [row["class"] for row in by_f1 if row["class"] in table] == [row["class"] for row in by_f1[:2]]
+
+
 def test_labels_equal_those_of_predict(model, data, tmp_path, capsys):
     (data / CLASSES[1] / "broken.png").write_text("no picture")
     code, metrics, predictions = evaluate(model, data, tmp_path / "out", "--batch-size", "7")

@@ -10,9 +10,11 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import weakref
 import zlib
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -301,11 +303,24 @@ def test_memory_does_not_grow_with_the_number_of_files(model, pictures, tmp_path
     assert most[0] <= 8 and 4 <= most[1] <= 9
 
 
-def test_progress_where_someone_watches(model, pictures, tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+    def reconfigure(self, **options):
+        pass
+
+
+@pytest.mark.parametrize("output, shown", [("--csv=out.csv", True), ("--csv=-", False), ("--top=1", False)])
+def test_no_progress_between_rows_on_a_screen(model, pictures, tmp_path, monkeypatch, output, shown):
+    monkeypatch.chdir(tmp_path)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Terminal())
+    assert main(["predict", model, *pictures, output]) == 0
+    assert ("5/5" in sys.stderr.getvalue()) == shown
+
+
+def test_progress_where_someone_watches(model, pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert main(["predict", model, *pictures, "--csv", str(tmp_path / "out.csv")]) == 0
     assert "5/5" in sys.stderr.getvalue() and "pictures/s" in sys.stderr.getvalue()
@@ -322,8 +337,35 @@ def test_only_a_few_batches_are_read_ahead(model, pictures):
     answers = classify(load_model(model), endless(), open_image, batch_size=4)
     for count in range(1, 30):
         assert next(answers).item == drawn[count - 1]
-        assert len(drawn) <= count + 8
+        # one batch is answered while the next is decoded
+        assert len(drawn) == 4 * ((count - 1) // 4) + 8
     answers.close()
+
+
+def test_what_is_not_wanted_any_more_is_not_read(model, pictures, monkeypatch):
+    """Of the batch that is decoded ahead, only what a thread has begun is finished."""
+    read, cancelled, started, released = [], [], threading.Event(), threading.Event()
+    cancel = Future.cancel
+
+    def reading(path):
+        read.append(path)
+        if len(read) == 5:
+            started.set()
+            released.wait(10)
+        return open_image(path)
+
+    def cancelling(future):
+        cancelled.append(cancel(future))
+        if len(cancelled) == 4:
+            released.set()
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(Future, "cancel", cancelling)
+    answers = classify(load_model(model), pictures * 4, reading, batch_size=4)
+    next(answers)
+    assert started.wait(60)
+    answers.close()
+    assert cancelled == [False, True, True, True] and len(read) == 5
 
 
 def test_another_image_size(model, pictures, capsys):
