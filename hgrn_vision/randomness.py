@@ -1,4 +1,4 @@
-"""Seeds, and the generators that they are given to."""
+"""Seeds, and the generators that they are given to; nothing else in the package seeds one."""
 
 import contextlib
 import hashlib
@@ -33,6 +33,22 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed % 2**32)
     # not torch.manual_seed: before CUDA is initialised it keeps a list of every call
     torch.default_generator.manual_seed(seed)
+
+
+def seed_weights(*numbers: int) -> None:
+    """Let the weights that torch draws next (on the CPU) depend on `numbers` alone."""
+    torch.default_generator.manual_seed(fold(*numbers))
+
+
+def numpy_generator(seed: int) -> np.random.RandomState:
+    """A generator whose draws depend on `seed` alone, in any version of NumPy."""
+    # RandomState and not Generator: NumPy promises that its numbers never change
+    return np.random.RandomState(seed % 2**32)
+
+
+def torch_generator(seed: int) -> torch.Generator:
+    """A generator on the CPU whose draws depend on `seed` alone."""
+    return torch.Generator().manual_seed(seed)
 
 
 def seed_all(seed: int, device: torch.device) -> None:

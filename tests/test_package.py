@@ -1,6 +1,8 @@
 """What importing costs and loads, who imports whom, and what an installed wheel contains."""
 
 import ast
+import configparser
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +85,7 @@ TABLE = [
     ),
     (
         "hgrn_vision/report",
-        "__init__ style html page charts confusion gallery interpret_figures explanation speed",
+        "__init__ style html page charts gates confusion gallery interpret_figures explanation speed",
         ("report", "files"),
     ),
     (
@@ -101,7 +103,7 @@ TABLE = [
         "hgrn_vision/commands",
         "__init__ _flags _console _dataset_check _run_exported "
         "bench digits distill doctor evaluate explain export finetune models predict publish train",
-        ("commands", "inference", "train", "report", "data", "files", "version", *MODEL, "kernels"),
+        ("commands", "inference", "train", "report", "data", "files", "randomness", "version", *MODEL, "kernels"),
     ),
     ("hgrn_vision", "cli", ("commands",)),
     ("hgrn_vision", "__main__", ("cli",)),
@@ -128,6 +130,28 @@ def test_no_command_imports_another():
     for path in (ROOT / "hgrn_vision" / "commands").glob("*.py"):
         imported = {name.split("/")[1] for name in project_imports(path) if name.startswith("commands/")}
         assert not imported & commands, path
+
+
+def test_every_package_that_is_imported_is_declared():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    declared = set(re.findall(r"^[A-Za-z0-9_]+", settings["options"]["install_requires"], re.MULTILINE))
+    imported = set()
+    for path in ROWS:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.split(".")[0])
+    names = {"PIL": "pillow", "yaml": "pyyaml"}
+    others = imported - sys.stdlib_module_names - {"hgrn_vision"}
+    assert {names.get(name, name) for name in others} <= declared
+
+
+def test_generators_are_seeded_in_one_module():
+    seeding = re.compile(r"manual_seed\(|RandomState\(|random\.seed\(|default_rng\(")
+    found = {path.stem for path in ROWS if "kernels" not in path.parts and seeding.search(path.read_text())}
+    assert found == {"randomness"}
 
 
 def test_no_file_is_called_like_one_of_timms():

@@ -15,7 +15,7 @@ from ..backend import choose, get_backend
 from ..files import whole_file
 from ..train.build import DTYPES, precision
 from ..train.config import TrainConfig
-from ..train.distributed import LostRank, choose_device
+from ..train.distributed import LostRank, choose_device, is_main
 from ..train.engine import Progress
 from ..train.faults import Diverged
 from ..train.observer import Observer
@@ -23,11 +23,6 @@ from ..train.run import Run
 
 SECONDS_BETWEEN_LINES = 30
 STDOUT = "-"
-
-
-def is_main() -> bool:
-    """Whether this process is the one that speaks."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def exit_code(command: str, work: Callable[[], int]) -> int:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..data.images import BadImage
 from ..data.sources import EXTENSIONS, MORE_EXTENSIONS
 from ..data.splits import Split
+from ..randomness import numpy_generator
 from ._console import printable
 
 LOOKED_AT = 5000  # pictures; of more, as many are drawn
@@ -105,7 +106,7 @@ def survey(where: str, train: Split, validation: Split, show_progress: bool = Fa
     """Open the pictures of both splits, or 5,000 of them, and tell what they are like."""
     everything = [(split, index) for split in (train, validation) for index in range(len(split))]
     if len(everything) > LOOKED_AT:
-        drawn = np.sort(np.random.RandomState(0).permutation(len(everything))[:LOOKED_AT])
+        drawn = np.sort(numpy_generator(0).permutation(len(everything))[:LOOKED_AT])
         everything = [everything[i] for i in drawn]
     with ThreadPoolExecutor() as threads:
         looks = list(

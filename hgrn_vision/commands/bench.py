@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from ..backend import choose
 from ..kernels import cpu_block
-from ..report.speed import plot_speed
+from ..report.speed import speed_chart
+from ..report.style import to_png
 from ..train.memory import keep_freed_memory
 from ._console import check_free, open_output
 
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         tqdm.write(_line(rows[-1]), file=sys.stdout)
     _write_table(table, rows)
     with open_output(chart, binary=True) as file:
-        plot_speed([asdict(row) for row in rows if row.task != "latency"], file)
+        file.write(to_png(speed_chart([asdict(row) for row in rows if row.task != "latency"])))
     print("share: time of the model's linear layers alone over the model's own; MB: at the peak of a step")
     print(f"table: {table}\nchart: {chart}")
     return 0

@@ -5,8 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
+from ..data.spec import ImageSettings
 from ..data.splits import Split, open_splits
-from ..train.config import from_mapping
 from ..train.recipes import RECIPES
 
 EXAMPLE = "hgrn-vision digits digits/"
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     if folder.exists():
         raise ValueError(f"{folder} exists already; choose another name")
     # the validation part is what the demo run holds out too, so that nothing trained on the digits has seen it
-    train, validation = open_splits(from_mapping(RECIPES["digits"].settings))
+    train, validation = open_splits(ImageSettings("digits", holdout=RECIPES["digits"].settings["holdout"]))
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
         for name, split in (("train", train), ("val", validation)):

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 from ..train.config import TrainConfig, from_mapping, read_yaml
+from ..train.distributed import is_main
 from ..train.observer import Outcome
 from ..train.recipes import DISTILL
 from ..train.run import train
-from ._console import Display, backend_details, exit_code, is_main
+from ._console import Display, backend_details, exit_code
 from ._flags import add_setting_flags, given_settings
 
 EXAMPLE = "hgrn-vision distill photos/ more/ --teacher resnet50.a1_in1k --output runs/student"

@@ -13,6 +13,7 @@ import torch
 
 from ..backend import BACKENDS, ENVIRONMENT, get_backend, resolve, unavailable
 from ..kernels import cpu_build, reference
+from ..randomness import torch_generator
 from ..scan import hgru_scan
 from ..train.environment import versions
 
@@ -164,7 +165,7 @@ def _test_backend(backend: str, device: torch.device, diagnosis: Diagnosis) -> s
 
 def scan_error(backend: str, device: torch.device, dtype: torch.dtype) -> float:
     """Largest relative error of the scan's result and gradients against the float64 reference."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch_generator(0)
     # more than two chunks of tokens, and no whole number of vectors
     B, T, D, K = 2, 150, 40, 2
     x = torch.randn(B, T, 5 * D, generator=generator).to(dtype)

@@ -4,19 +4,22 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from ..data.batches import EvalBatch
+from ..data.loaders import read_ahead
+from ..data.spec import ImageSettings
 from ..data.splits import Split, open_validation
-from ..inference.classify import classify
-from ..inference.metrics import Metrics, Results, collect, measure
+from ..inference.metrics import Metrics, measure
 from ..inference.pretrained import load_model
 from ..report.confusion import confusion_figure
-from ..train.config import TrainConfig
+from ..report.style import paper_style, to_png
+from ..train.evaluation import Evaluation, collect
 from ._console import check_free, open_output, printable
 from ._flags import MODEL_HELP, add_inference_arguments
 
@@ -44,21 +47,24 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         check_free([Path(args.output) / name for name in FILES], args.force)
     loaded = load_model(args.model, args.device, args.img_size)
-    config = TrainConfig(data=args.data, holdout=args.holdout, max_pixels=args.max_pixels)
-    split = open_validation(config, loaded.class_names, loaded.aliases)
-    answers = classify(loaded, range(len(split)), split.load, args.batch_size)
-    if sys.stderr.isatty():
-        answers = tqdm(answers, total=len(split), unit=" pictures", file=sys.stderr)
-    results = collect(answers, split)
-    if not len(results.true):
-        raise ValueError(f"none of the {len(split)} pictures of {args.data} could be read: {results.bad[0][1]}")
-    metrics = measure(results, len(loaded.class_names))
+    images = ImageSettings(args.data, holdout=args.holdout, max_pixels=args.max_pixels)
+    split = open_validation(images, loaded.class_names, loaded.aliases)
+    with tqdm(total=len(split), unit=" images", file=sys.stderr, disable=not sys.stderr.isatty()) as progress:
+        evaluation = collect(loaded.logits, _counted(read_ahead(split, loaded.spec, args.batch_size), progress))
+    metrics = measure(evaluation, len(loaded.class_names))
     _print_summary(metrics, loaded.class_names)
     if args.output:
-        write_files(Path(args.output), metrics, results, split)
-    if results.bad:
-        print(f"hgrn-vision evaluate: {len(results.bad)} of {len(split)} pictures could not be read", file=sys.stderr)
-    return 1 if results.bad else 0
+        write_files(Path(args.output), metrics, evaluation, split)
+    bad = len(evaluation.bad)
+    if bad:
+        print(f"hgrn-vision evaluate: {bad} of {len(split)} images could not be read", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _counted(batches: Iterable[EvalBatch], progress: tqdm) -> Iterator[EvalBatch]:
+    for batch in batches:
+        yield batch
+        progress.update(len(batch.targets) + len(batch.bad))
 
 
 def _print_summary(metrics: Metrics, class_names: list[str]) -> None:
@@ -74,41 +80,41 @@ def _print_summary(metrics: Metrics, class_names: list[str]) -> None:
     print(f"\n{'class':<{width}}  images  precision  recall      F1")
     for i in shown:
         figures = (metrics.precision[i], metrics.recall[i], metrics.f1[i])
-        precision, recall, f1 = ("-" if np.isnan(value) else f"{100 * value:.1f}%" for value in figures)
+        precision, recall, f1 = ("-" if np.isnan(value) else f"{value:.1f}%" for value in figures)
         name = printable(class_names[i])
         print(f"{name:<{width}}  {metrics.support[i]:>6}  {precision:>9}  {recall:>6}  {f1:>6}")
 
 
 def _headline(metrics: Metrics) -> dict[str, Any]:
-    """The figures of the whole set, shares in percent."""
+    """The figures of the whole set."""
     names = ("top1", "top5", "macro_recall", "macro_f1", "calibration_error")
-    return {"images": metrics.images, **{name: round(100 * getattr(metrics, name), 4) for name in names}}
+    return {"images": metrics.images, **{name: round(getattr(metrics, name), 4) for name in names}}
 
 
-def write_files(folder: Path, metrics: Metrics, results: Results, split: Split) -> None:
+def write_files(folder: Path, metrics: Metrics, evaluation: Evaluation, split: Split) -> None:
     """The five files of an evaluation."""
     names = split.class_names
     with open_output(folder / "metrics.json") as file:
-        json.dump({**_headline(metrics), "unreadable": len(results.bad), "classes": len(names)}, file, indent=2)
+        json.dump({**_headline(metrics), "unreadable": len(evaluation.bad), "classes": len(names)}, file, indent=2)
         file.write("\n")
     figures = zip(metrics.support.tolist(), metrics.precision, metrics.recall, metrics.f1, strict=True)
     rows = ([name, n, *map(_cell, cells)] for name, (n, *cells) in zip(names, figures, strict=True))
     _write_csv(folder / "classes.csv", ["class", "images", "precision", "recall", "f1"], rows)
-    present = [names[i] for i in metrics.present]
-    rows = ([name, *counts] for name, counts in zip(present, map(np.ndarray.tolist, metrics.confusion), strict=True))
+    present, counts = [names[label] for label in metrics.confusion.classes], metrics.confusion.counts
+    rows = ([name, *row] for name, row in zip(present, map(np.ndarray.tolist, counts), strict=True))
     _write_csv(folder / "confusion.csv", ["true \\ predicted", *present], rows)
-    with open_output(folder / "confusion.png", binary=True) as file:
-        confusion_figure(metrics.confusion, present).savefig(file, format="png", dpi=120)
+    with open_output(folder / "confusion.png", binary=True) as file, paper_style():
+        file.write(to_png(confusion_figure(counts, present)))
     _write_csv(
         folder / "predictions.csv",
         ["file", "true", "predicted", "probability", "error"],
-        _prediction_rows(results, split),
+        _prediction_rows(evaluation, split),
     )
 
 
-def _prediction_rows(results: Results, split: Split) -> Iterable[list[Any]]:
-    names, bad = split.class_names, dict(results.bad)
-    answers = zip(results.predicted, results.confidence, strict=True)
+def _prediction_rows(evaluation: Evaluation, split: Split) -> Iterable[list[Any]]:
+    names, bad = split.class_names, {record.index: record.reason for record in evaluation.bad}
+    answers = zip(evaluation.predictions, evaluation.confidence, strict=True)
     for index in range(len(split)):
         predicted, probability, reason = "", "", bad.get(index, "")
         if not reason:
@@ -117,8 +123,9 @@ def _prediction_rows(results: Results, split: Split) -> Iterable[list[Any]]:
         yield [split.image_name(index), names[split.labels[index]], predicted, probability, reason]
 
 
-def _cell(value: float) -> str:
-    return "" if np.isnan(value) else f"{value:.6g}"
+def _cell(percent: float) -> str:
+    """A share from 0 to 1, which is what classes.csv holds."""
+    return "" if np.isnan(percent) else f"{percent / 100:.6g}"
 
 
 def _write_csv(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:

@@ -13,9 +13,11 @@ import torch
 from tqdm import tqdm
 
 from ..data.images import MAX_PIXELS, BadImage, open_image
-from ..inference.interpret import GateStatistics, evidence, mixing_strength
+from ..data.transforms import unnormalise
+from ..inference.interpret import evidence, mixing_strength
 from ..inference.pretrained import LoadedModel, load_model
 from ..report.explanation import ExplainedImage, Explanation, render_explanation
+from ..report.gates import GateStatistics
 from ..report.interpret_figures import evidence_figure, gate_figure, mixing_figure
 from ..report.style import to_png
 from ._console import check_free, open_output, printable
@@ -24,7 +26,6 @@ from ._flags import MODEL_HELP, at_least_one, find_pictures
 EXAMPLE = "hgrn-vision explain runs/flowers rose.jpg tulip.jpg --output explained"
 ANSWERS = 5
 SHOWN_LAYERS = 4
-HISTOGRAM_BINS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +142,7 @@ def _write_summary(folder: Path, loaded: LoadedModel, statistics: GateStatistics
         writer = csv.writer(file)
         writer.writerow(GateRow._fields)
         writer.writerows(table)
-    picture = to_png(gate_figure(statistics.mean(), statistics.median(), statistics.histogram(HISTOGRAM_BINS), bounds))
+    picture = to_png(gate_figure(statistics.mean(), statistics.median(), statistics.histogram(), bounds))
     _write(folder / "gates.png", picture)
     page = render_explanation(Explanation(f"What {printable(loaded.name)} does", table, picture, images))
     _write(folder / "index.html", page.encode())
@@ -196,6 +197,5 @@ def _read(loaded: LoadedModel, path: str, max_pixels: int) -> torch.Tensor:
 
 def _picture(loaded: LoadedModel, tensor: torch.Tensor) -> np.ndarray:
     """The model's input as pixels again, (H, W, 3)."""
-    mean, std = (tensor.new_tensor(value).view(-1, 1, 1) for value in (loaded.spec.mean, loaded.spec.std))
-    pixels = ((tensor * std + mean) * 255).round().clamp(0, 255).byte()
+    pixels = (unnormalise(tensor, loaded.spec) * 255).round().clamp(0, 255).byte()
     return pixels.expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()

@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 
 from ..files import whole_file
 from ..inference.pretrained import LoadedModel, load_model
+from ..randomness import numpy_generator
 from ..version import __version__
 from . import _run_exported
 from ._console import check_free
@@ -132,14 +133,9 @@ def takes_any_size(loaded: LoadedModel) -> bool:
 
 def describe(loaded: LoadedModel) -> dict[str, Any]:
     """What someone with nothing but the file needs to know."""
-    spec = loaded.spec
     return {
         "class_names": loaded.class_names,
-        "input_size": spec.input_size,
-        "mean": spec.mean,
-        "std": spec.std,
-        "interpolation": spec.interpolation,
-        "crop_pct": spec.crop_pct,
+        **loaded.spec._asdict(),
         "patch_size": loaded.model.patch_embed.patch_size,
         "any_size": takes_any_size(loaded),
         "architecture": loaded.model.pretrained_cfg.get("architecture"),
@@ -191,9 +187,9 @@ def _examples(loaded: LoadedModel) -> Iterator[np.ndarray]:
     if takes_any_size(loaded):
         height, width = (patch * min(side // patch + 1, MOST_PATCHES) for side, patch in _sides(loaded))
         shapes += [(2, height, width), (1, 2 * loaded.model.patch_embed.patch_size[0], width)]
-    generator = np.random.default_rng(0)
+    generator = numpy_generator(0)
     for count, *size in shapes:
-        yield generator.standard_normal((count, channels, *size), dtype=np.float32)
+        yield generator.standard_normal((count, channels, *size)).astype(np.float32)
 
 
 def _sides(loaded: LoadedModel) -> list[tuple[int, int]]:

@@ -10,9 +10,11 @@ from typing import Any
 
 import yaml
 
+from ..data.spec import ImageSettings
 from ..data.splits import Split, open_splits
 from ..inference.pretrained import Initial, read_initial
-from ..train.config import TrainConfig, from_mapping, read_yaml
+from ..train.config import TrainConfig, convert, from_mapping, read_yaml
+from ..train.distributed import is_main
 from ..train.finetune_recipe import (
     MAX_BAD_FRACTION,
     QUICK_SIDE,
@@ -26,7 +28,7 @@ from ..train.finetune_recipe import (
 )
 from ..train.observer import Outcome
 from ..train.run import train
-from ._console import Display, backend_details, exit_code, is_main
+from ._console import Display, backend_details, exit_code
 from ._dataset_check import Survey, survey
 from ._flags import OF_PHOTOGRAPHS, add_setting_flags, given_settings
 
@@ -78,7 +80,8 @@ def _finetune(args: argparse.Namespace) -> int:
     if Path(args.data).exists():
         # a folder that happens to be called digits is not the packaged ones
         given["data"] = os.path.join(os.curdir, args.data)
-    photos = from_mapping({"holdout": HOLDOUT, **{name: given[name] for name in PHOTOS if name in given}})
+    chosen = {name: convert(name, given[name]) for name in PHOTOS if name in given}
+    photos = ImageSettings(**{"holdout": HOLDOUT, **chosen})
     splits = open_splits(photos)
     if not splits[0].indexed:
         raise ValueError(f"{photos.dataset} can only be read in turn; use hgrn-vision train --pretrained for it")
@@ -145,7 +148,7 @@ def resolve(given: dict[str, Any], found: Survey, initial: Initial | None, quick
             own = STARTER_QUICK_SIDE if quick else STARTER_SIDE
         side = given.get("img_size") or own
     else:
-        model = {} if "model" in given else model_settings(side)
+        model = {} if "model" in given else model_settings(side, quick)
     side = fitting_side({**model, **given}, side, exact="img_size" in given)
     suited = recipe_settings(images, side, bool(initial), given.get("batch_size"), given.get("epochs"))
     if initial and initial.packaged:

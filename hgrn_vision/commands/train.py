@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..train.config import TrainConfig, from_mapping, read_yaml, to_yaml
+from ..train.distributed import is_main
 from ..train.evaluation import score
 from ..train.observer import Outcome
 from ..train.recipes import RECIPES
 from ..train.run import train
-from ._console import Display, backend_details, exit_code, is_main
+from ._console import Display, backend_details, exit_code
 from ._flags import OF_PHOTOGRAPHS, add_setting_flags, given_settings
 
 EXAMPLE = "hgrn-vision train /data/imagenet --recipe paper"

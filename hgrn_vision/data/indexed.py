@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..randomness import fold, own_generators, seed_generators
+from ..randomness import fold, numpy_generator, own_generators, seed_generators
 from .batches import BadRecord, EvalBatch, MicroBatch, eval_batch
 from .images import BadImage
 from .spec import DataSettings, DataSpec
@@ -33,14 +33,13 @@ class MicroBatchKey(NamedTuple):
 
 def epoch_order(images: int, config: DataSettings, epoch: int, length: int) -> np.ndarray:
     """The first `length` images of an epoch, a function of seed and epoch; each comes config.repeats times in a row."""
-    # RandomState and not Generator: NumPy promises that its numbers never change
-    order = np.random.RandomState(fold(config.seed, epoch) % 2**32).permutation(images)
+    order = numpy_generator(fold(config.seed, epoch)).permutation(images)
     return order[np.arange(length) // config.repeats]
 
 
 def balanced_order(labels: np.ndarray, config: DataSettings, epoch: int, length: int) -> np.ndarray:
     """As `epoch_order`, with every class equally often; a class's images all come before one of them comes again."""
-    draw = np.random.RandomState(fold(config.seed, epoch) % 2**32)
+    draw = numpy_generator(fold(config.seed, epoch))
     classes = np.unique(labels)
     draws = math.ceil(length / config.repeats / len(classes))
     columns = []

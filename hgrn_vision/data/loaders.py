@@ -3,7 +3,10 @@
 They are the same for any number of ranks and workers, and wherever in the epoch the run was started again.
 """
 
+import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from .batches import EvalBatch, MicroBatch
 from .indexed import EvalBatches, IndexedEpochs
@@ -55,9 +58,10 @@ class EvalLoader:
         self, validation: Split | Stream, config: DataSettings, spec: DataSpec, rank: int = 0, world_size: int = 1
     ):
         if validation.indexed:
-            starts = range(0, len(validation), config.micro_batch)
-            ranges = [range(start, min(start + config.micro_batch, len(validation))) for start in starts]
-            dataset, mine = EvalBatches(validation, spec), ranges[rank::world_size]
+            dataset, mine = (
+                EvalBatches(validation, spec),
+                _ranges(len(validation), config.micro_batch)[rank::world_size],
+            )
             self.loader = data_loader(dataset, config, config.workers, sampler=mine)
         else:
             dataset = StreamedEvalBatches(validation, config, spec, rank, world_size)
@@ -67,3 +71,24 @@ class EvalLoader:
     def __iter__(self) -> Iterator[EvalBatch]:
         for batch in self.loader:
             yield checked(batch)
+
+
+def _ranges(length: int, size: int) -> list[range]:
+    return [range(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def read_ahead(validation: Split, spec: DataSpec, batch_size: int) -> Iterator[EvalBatch]:
+    """All batches of a split in order, read by threads: for those who pass over it once and need no processes."""
+    batches, pending = EvalBatches(validation, spec), deque[Future]()
+    threads = min(8, os.cpu_count() or 1)
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for indices in _ranges(len(validation), batch_size):
+            # memory does not grow with the split: each thread has one batch in work or waiting
+            if len(pending) == threads:
+                yield pending.popleft().result()
+            pending.append(pool.submit(batches.__getitem__, indices))
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

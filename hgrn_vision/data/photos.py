@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..randomness import numpy_generator
 from .images import BadImage
 from .near_duplicates import HASHED_SIDE, MOST_DIFFERENT_BITS, hashes_to_avoid, nearest
 from .pack import PackedPhotos, Progress, open_pack
@@ -96,5 +97,5 @@ def find_duplicates(photos: PackedPhotos, held_out: Split) -> list[tuple[str, st
 def hold_out(rows: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
     """The rows to learn from and those to validate on; the same for every seed, so that runs can be compared."""
     count = min(HELD_OUT, max(1, round(share * len(rows))))
-    order = np.random.RandomState(0).permutation(len(rows))
+    order = numpy_generator(0).permutation(len(rows))
     return np.sort(rows[order[count:]]), np.sort(rows[order[:count]])

@@ -1,10 +1,16 @@
-"""What a model expects of its pixels, and what is asked of the settings of a data set."""
+"""What pixels a model wants, and which settings say what images there are."""
 
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from timm.data import resolve_data_config
+from torch import nn
+
+from .images import MAX_PIXELS
 
 
 class DataSpec(NamedTuple):
-    """What the model expects of its pixels."""
+    """The pixels that a model wants."""
 
     input_size: tuple[int, int, int]
     mean: tuple[float, ...]
@@ -13,8 +19,47 @@ class DataSpec(NamedTuple):
     crop_pct: float
 
 
+def resolve_spec(model: nn.Module, **instead: Any) -> DataSpec:
+    """The pixels that a model wants according to its own description, except for what is given here.
+
+    Args:
+        model: any model of timm.
+        instead: img_size, mean, std, interpolation or crop_pct; None stands for the model's own.
+    """
+    config = resolve_data_config({name: value for name, value in instead.items() if value}, model=model)
+    channels = getattr(model, "in_chans", config["input_size"][0])
+    size = (channels, *config["input_size"][1:])
+    mean, std = (tuple(value)[:channels] for value in (config["mean"], config["std"]))
+    return DataSpec(size, mean, std, config["interpolation"], config["crop_pct"])
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """Which images to open, for those who open them outside a run; a run's own settings have the same names."""
+
+    data: str = ""
+    dataset: str = ""
+    train_split: str = "train"
+    val_split: str = "validation"
+    holdout: float = 0.0
+    eval_images: int | None = None
+    classes: str = ""
+    input_key: str = ""
+    target_key: str = ""
+    download: bool = False
+    max_pixels: int = MAX_PIXELS
+    # what readers that stream their images ask for besides
+    balance: bool = False
+    micro_batch: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.holdout <= 1:
+            raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}")
+
+
 class DataSettings(Protocol):
-    """The settings that are read here: a run's own, or any object that has those a function needs."""
+    """The settings that are read in this folder: a run's own, or any object with those that a function needs."""
 
     data: str
     dataset: str

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 from timm.data.readers import create_reader
 
+from ..randomness import numpy_generator
 from . import sources
 from .images import MAX_PIXELS, BadImage, open_image
 from .sources import Listing, Source
@@ -129,8 +130,7 @@ def stratified_holdout(labels: np.ndarray, fraction: float, seed: int = 0) -> tu
     The seed is not the run's: runs with different seeds are compared on the same images.
     """
     labels = np.asarray(labels)
-    # RandomState and not Generator: NumPy promises that its numbers never change
-    order = np.random.RandomState(seed).permutation(len(labels))
+    order = numpy_generator(seed).permutation(len(labels))
     by_class = order[np.argsort(labels[order], kind="stable")]
     starts = np.unique(labels[by_class], return_index=True)[1]
     held_out = []
@@ -266,7 +266,7 @@ def _limit(validation: Split, config: DataSettings) -> Split:
     """At most config.eval_images images, drawn from all classes."""
     if not config.eval_images or config.eval_images >= len(validation):
         return validation
-    return validation.subset(np.sort(np.random.RandomState(0).permutation(len(validation))[: config.eval_images]))
+    return validation.subset(np.sort(numpy_generator(0).permutation(len(validation))[: config.eval_images]))
 
 
 def read_classes(config: DataSettings) -> list[str] | None:

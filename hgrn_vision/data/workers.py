@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ..randomness import torch_generator
 from .spec import DataSettings
 
 
@@ -47,7 +48,7 @@ def data_loader(
         collate_fn=_unchanged,
         worker_init_fn=_ignore_signals,
         # a generator of its own, or starting an epoch would draw from the global one
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch_generator(seed),
     )
 
 

@@ -11,17 +11,16 @@ import timm
 import torch
 from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
-from safetensors import SafetensorError, safe_open
-from timm.data import resolve_data_config
+from safetensors import SafetensorError
 from timm.layers import set_layer_config, to_2tuple
 from timm.models import get_arch_name, is_model, load_model_config_from_hf, load_state_dict
 from torch import nn
 
 from ..data.imagenet import imagenet_aliases, imagenet_names
-from ..data.spec import DataSpec
-from ..data.transforms import eval_transform
-from ..train import checkpoint
+from ..data.spec import DataSpec, resolve_spec
+from ..data.transforms import eval_transform, normalise
 from ..train.build import rebuild_model
+from ..train.checkpoint import is_checkpoint, read
 from ..train.distributed import choose_device
 from ..weights import load_checkpoint
 
@@ -47,8 +46,11 @@ class LoadedModel:
 
     def prepare(self, image: Image.Image) -> torch.Tensor:
         """RGB image -> normalised float tensor (C, H, W), as the model saw its validation images."""
-        mean, std = (torch.tensor(value).view(-1, 1, 1) for value in (self.spec.mean, self.spec.std))
-        return self._crop(image).float().div_(255).sub_(mean).div_(std)
+        return normalise(self._crop(image), self.spec)
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """The model's answers (B, classes) to images (B, C, H, W) of bytes, as float32."""
+        return self.model(normalise(images.to(self.device), self.spec)).float()
 
     @property
     def aliases(self) -> list[tuple[str, ...]]:
@@ -96,7 +98,7 @@ def load_model(
         model.pretrained_cfg = {**model.pretrained_cfg, "input_size": size}
     _check_finite(model, name)
     class_names = _class_names(model, name)
-    spec = _data_spec(model, img_size)
+    spec = resolve_spec(model, img_size=img_size)
     return LoadedModel(name, model.eval().to(target), class_names, spec, target, dict(model_args))
 
 
@@ -137,22 +139,13 @@ def _load_file(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         names = ", ".join(packaged_models())
         raise ValueError(f"no model at {path}: expected a run, model folder, weights file, {HUB}NAME or {names}")
     if is_checkpoint(path):
-        contents = checkpoint.read(path)
-        model = rebuild_model(contents)
-        model.pretrained_cfg = {**model.pretrained_cfg, "label_names": contents["class_names"]}
-        return model, contents["config"]["model_args"]
+        checkpoint = read(path)
+        model = rebuild_model(checkpoint)
+        model.pretrained_cfg = {**model.pretrained_cfg, "label_names": checkpoint.class_names}
+        return model, checkpoint.config["model_args"]
     model, model_args = _load_folder(path.parent, pretrained=False)
     load_checkpoint(model, path)
     return model, model_args
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a file was written by a run, which leaves its state beside the tensors."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return "state" in (file.metadata() or {})
-    except (SafetensorError, OSError):
-        return False
 
 
 def _check_folder(folder: Path) -> dict[str, Any]:
@@ -204,18 +197,6 @@ def _class_names(model: nn.Module, name: str) -> list[str]:
         twice = next(label for label in names if names.count(label) > 1)
         raise ValueError(f"{name}: two classes are both named {twice!r}; correct its config.json")
     return names
-
-
-def _data_spec(model: nn.Module, img_size: int | None) -> DataSpec:
-    config = resolve_data_config(model=model)
-    channels = getattr(model, "in_chans", config["input_size"][0])
-    return DataSpec(
-        input_size=(channels, *to_2tuple(img_size or config["input_size"][1:])),
-        mean=tuple(config["mean"])[:channels],
-        std=tuple(config["std"])[:channels],
-        interpolation=config["interpolation"],
-        crop_pct=config["crop_pct"],
-    )
 
 
 @dataclass(frozen=True)

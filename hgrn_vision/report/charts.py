@@ -101,8 +101,7 @@ def gate_chart(layers: Sequence[Any]) -> Figure:
             axes.set_visible(False)
             continue
         layer = layers[number]
-        shares = layer.counts / max(layer.counts.sum(), 1)
-        axes.stairs(shares, layer.edges, fill=True, color=BLUE)
+        axes.stairs(layer.shares, np.linspace(0, 1, len(layer.shares) + 1), fill=True, color=BLUE)
         axes.axvline(layer.median, color=ORANGE, linewidth=1.4)
         axes.set_title(f"layer {number + 1}", loc="left")
         axes.set(xlim=(0, 1), yticks=[], xticks=[0, 0.5, 1])

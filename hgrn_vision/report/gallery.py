@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import IO
 
-import jinja2
 from PIL import Image
 
-from .html import data_address
+from .html import data_address, template
 
 SIDE = 176  # of a thumbnail, in pixels
 MOST = 2000  # pictures on a page; browsers become slow beyond
@@ -65,11 +64,10 @@ class Gallery:
     """Writes the page to `file`; its end is written when the `with` block is left without an error."""
 
     def __init__(self, file: IO[str], title: str):
-        environment = jinja2.Environment(autoescape=True, keep_trailing_newline=True)
-        self._card, self._foot = environment.from_string(_CARD), environment.from_string(_FOOT)
+        self._card, self._foot = template(_CARD), template(_FOOT)
         self._file = file
         self.total = self.bad = 0
-        file.write(environment.from_string(_HEAD).render(title=title, side=SIDE))
+        file.write(template(_HEAD).render(title=title, side=SIDE))
 
     def add(self, name: str, picture: str | None, labels: Sequence[tuple[str, float]], reason: str = "") -> None:
         """A picture with its labels and their probabilities, or with the reason why it has none."""

@@ -1,22 +1,34 @@
 """Pages that hold all they show and need no network."""
 
 import base64
+import functools
 from pathlib import Path
 
 import jinja2
 
 
-def render_page(template: str, **values: object) -> str:
-    """The page of a template in this folder, as text."""
+@functools.cache
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["address"] = lambda png: data_address(png, "png")
-    return environment.get_template(template).render(**values)
+    return environment
+
+
+def render_page(template: str, **values: object) -> str:
+    """The page of a template in this folder, as text."""
+    return _environment().get_template(template).render(**values)
+
+
+def template(text: str) -> jinja2.Template:
+    """A part of a page that is written bit by bit."""
+    return _environment().from_string(text)
 
 
 def data_address(picture: bytes, kind: str) -> str:

@@ -10,13 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from .style import BLUE, DIM, ORANGE, PAPER
+from .style import BLUE, DIM, ORANGE, paper_style
 
 AGAINST_FOR = LinearSegmentedColormap.from_list("against_for", ["#2563eb", "#ffffff", "#ef2d2d"])
 FAINTEST = 1e-5  # shares below are shown as this much
 
 
-@matplotlib.rc_context(PAPER)
+@paper_style()
 def gate_figure(mean: np.ndarray, median: np.ndarray, shares: np.ndarray, bounds: np.ndarray) -> Figure:
     """Histogram of each layer's forget gate, and how gate and lower bound change with depth.
 
@@ -60,7 +60,7 @@ def _ridges(axes: Axes, median: np.ndarray, shares: np.ndarray) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-@matplotlib.rc_context(PAPER)
+@paper_style()
 def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], token: int, both_ways: bool) -> Figure:
     """|A| of some layers, and below each what one token gathers, laid out as in the image.
 
@@ -94,7 +94,7 @@ def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], to
     return figure
 
 
-@matplotlib.rc_context(PAPER)
+@paper_style()
 def evidence_figure(picture: np.ndarray, cells: np.ndarray, patch: tuple[int, int], label: str) -> Figure:
     """The image as the model sees it, and on it what each patch adds to the log-probability of `label`.
 

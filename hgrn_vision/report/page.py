@@ -35,12 +35,11 @@ class Mistake:
 
 @dataclass(frozen=True)
 class GateLayer:
-    """The forget gate's values in one layer: counts (n,) between edges (n + 1,)."""
+    """The forget gate's values in one layer."""
 
     mean: float
     median: float
-    counts: np.ndarray
-    edges: np.ndarray
+    shares: np.ndarray  # of the values in each of n equal parts of 0..1, (n,)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,20 @@
 """The chart of the benchmark: throughput and memory against the size of the images."""
 
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from .style import BLUE, GREEN, ORANGE, VIOLET
+from .style import BLUE, GREEN, ORANGE, VIOLET, paper_style
 
 COLOURS = (BLUE, GREEN, ORANGE, VIOLET)
 
 
-def plot_speed(rows: Sequence[Mapping[str, Any]], file: IO[bytes]) -> None:
-    """Draw the rows of bench.csv as a PNG: a column of panels for each task, models solid, peers dashed."""
+@paper_style()
+def speed_chart(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """The rows of bench.csv: one column of panels per task, models solid, peers dashed."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure = Figure(figsize=(5.6 * max(1, len(tasks)), 7.2), layout="constrained")
     figure.suptitle("solid: recurrent models, dashed: their peers", fontsize=10)
@@ -22,7 +23,7 @@ def plot_speed(rows: Sequence[Mapping[str, Any]], file: IO[bytes]) -> None:
         chosen = [row for row in rows if row["task"] == task]
         _draw(speed, chosen, "images_per_second", task, "images per second")
         _draw(memory, chosen, "memory_mb", f"memory of a step, {task}", "MB for a million pixels", per_pixel=True)
-    figure.savefig(file, format="png", dpi=130)
+    return figure
 
 
 def _draw(axes: Axes, rows: Sequence[Mapping[str, Any]], column: str, title: str, label: str, per_pixel=False) -> None:
@@ -44,5 +45,5 @@ def _draw(axes: Axes, rows: Sequence[Mapping[str, Any]], column: str, title: str
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(True, alpha=0.2)
-    axes.legend(fontsize=8, frameon=False)
+    axes.grid(True)
+    axes.legend(fontsize=8)

@@ -60,6 +60,13 @@ def page_style() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def paper_style() -> Iterator[None]:
+    """Likewise, for figures that become PNG files."""
+    with matplotlib.rc_context(PAPER):
+        yield
+
+
 def to_svg(figure: Figure, name: str) -> str:
     """A figure as an <svg> element for a page; `name` tells it apart from the others there."""
     buffer = io.StringIO()
@@ -78,6 +85,6 @@ def to_svg(figure: Figure, name: str) -> str:
 def to_png(figure: Figure) -> bytes:
     """A figure as a PNG file."""
     buffer = io.BytesIO()
-    with matplotlib.rc_context(PAPER):
+    with paper_style():
         figure.savefig(buffer, format="png", dpi=150, facecolor="white", bbox_inches="tight")
     return buffer.getvalue()

@@ -6,7 +6,6 @@ from typing import Any
 
 import timm
 import torch
-from timm.data import resolve_data_config
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from timm.models import group_parameters
 from timm.optim import create_optimizer_v2
@@ -16,8 +15,9 @@ from timm.task import ClassificationTask
 from timm.task.task import TrainingTask
 from torch import nn
 
-from ..data.spec import DataSpec
-from ..randomness import fold
+from ..data.spec import DataSpec, resolve_spec
+from ..randomness import seed_weights
+from .checkpoint import Checkpoint
 from .config import TrainConfig, from_mapping
 from .distillation import DistillationTask
 from .teachers import Teacher, open_teacher
@@ -27,7 +27,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def build_model(config: TrainConfig, num_classes: int, pretrained: bool = False) -> nn.Module:
     """The model with a head for `num_classes`, its initial weights a function of the seed."""
-    torch.default_generator.manual_seed(fold(config.seed))
+    seed_weights(config.seed)
     arguments = dict(config.model_args)
     if config.drop_path:
         arguments["drop_path_rate"] = config.drop_path
@@ -57,7 +57,7 @@ def _create(name: str, num_classes: int, pretrained: bool, arguments: dict[str, 
 def load_body(model: nn.Module, weights: Mapping[str, torch.Tensor], seed: int) -> None:
     """Take over all weights but those of the head, which is new."""
     # not the head that the model was created with: a run with the same seed may have trained these weights for it
-    torch.default_generator.manual_seed(fold(seed, 2))
+    seed_weights(seed, 2)
     model.reset_classifier(model.num_classes)
     head = _head(model)
     body = {name: tensor for name, tensor in weights.items() if name not in head}
@@ -94,40 +94,28 @@ def _head(model: nn.Module) -> set[str]:
 
 
 def data_spec(config: TrainConfig, model: nn.Module) -> DataSpec:
-    """The pixels that the model expects, with what the settings say instead."""
-    wanted = {
-        "interpolation": config.interpolation,
-        "crop_pct": config.crop_pct,
-        "mean": config.mean,
-        "std": config.std,
-        "img_size": config.img_size,
-    }
-    cfg = resolve_data_config({key: value for key, value in wanted.items() if value}, model=model)
-    channels = getattr(model, "in_chans", cfg["input_size"][0])
-    size = (channels, *cfg["input_size"][1:])
-    mean, std = (tuple(value)[:channels] for value in (cfg["mean"], cfg["std"]))
-    return DataSpec(size, mean, std, cfg["interpolation"], cfg["crop_pct"])
+    """The pixels that the model wants, except where the settings say otherwise."""
+    return resolve_spec(
+        model,
+        img_size=config.img_size,
+        mean=config.mean,
+        std=config.std,
+        interpolation=config.interpolation,
+        crop_pct=config.crop_pct,
+    )
 
 
 def describe_model(model: nn.Module, spec: DataSpec) -> None:
-    """Make the model's own description agree with how it is trained, so that whoever loads it feeds it likewise."""
-    model.pretrained_cfg = {
-        **model.pretrained_cfg,
-        "input_size": spec.input_size,
-        "mean": spec.mean,
-        "std": spec.std,
-        "interpolation": spec.interpolation,
-        "crop_pct": spec.crop_pct,
-        "num_classes": model.num_classes,
-    }
+    """Write what the model is trained on into its own description, where those who load it find it."""
+    model.pretrained_cfg = {**model.pretrained_cfg, **spec._asdict(), "num_classes": model.num_classes}
 
 
-def rebuild_model(contents: dict[str, Any]) -> nn.Module:
-    """The model of a checkpoint with the weights to use: the averaged ones where there are any."""
-    config = from_mapping(contents["config"])
-    model = build_model(config, len(contents["class_names"]))
+def rebuild_model(checkpoint: Checkpoint) -> nn.Module:
+    """The model of a checkpoint, ready for use: averaged weights if there are any, evaluation mode."""
+    config = from_mapping(checkpoint.config)
+    model = build_model(config, len(checkpoint.class_names))
     describe_model(model, data_spec(config, model))
-    model.load_state_dict(contents["ema"] or contents["model"])
+    model.load_state_dict(checkpoint.weights())
     return model.eval()
 
 
@@ -163,7 +151,7 @@ def build_task(config: TrainConfig, model: nn.Module, device: torch.device, teac
             f"teacher {teacher.name} has {teacher.num_classes} classes, the data {model.num_classes}; "
             "only --distill features works across classes"
         )
-    torch.default_generator.manual_seed(fold(config.seed, 1))  # of the projection between two maps
+    seed_weights(config.seed, 1)  # of the projection between two maps
     return DistillationTask(
         model,
         None if config.photos else criterion,

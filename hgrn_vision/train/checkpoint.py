@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,26 @@ Tensors = dict[str, torch.Tensor]
 
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, or no checkpoint of this program."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that a run needs to continue, and everything that its model needs to be used."""
+
+    model: Tensors
+    ema: Tensors | None = None  # averaged weights, in runs that average
+    projection: Tensors | None = None  # from the student's features to the teacher's
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    class_names: list[str] = field(default_factory=list)
+    train_images: int = 0
+    about: dict[str, str] = field(default_factory=dict)
+
+    def weights(self) -> Tensors:
+        """The weights to evaluate and to export: the averaged ones if there are any."""
+        return self.ema or self.model
 
 
 def pack(value: Any, tensors: Tensors, name: str = "") -> Any:
@@ -65,10 +86,11 @@ def checksum(tensors: Tensors, state: str) -> str:
     return digest.hexdigest()
 
 
-def write(path: Path, contents: Mapping[str, Any]) -> None:
-    """Write `contents` (nested dicts, lists, numbers, tensors) to `path`, whole and verified."""
+def write(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint to `path`, whole and verified."""
     tensors: Tensors = {}
-    state = json.dumps(pack(contents, tensors))
+    # not asdict, which would copy every tensor
+    state = json.dumps(pack({item.name: getattr(checkpoint, item.name) for item in fields(checkpoint)}, tensors))
     # safetensors refuses tensors that share memory, and the copy moves them off the GPU
     tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
@@ -89,8 +111,17 @@ def _same_file(source: Path, target: Path) -> None:
             shutil.copyfile(source, temporary)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The contents of a checkpoint, its checksum verified; CheckpointError where anything is off."""
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file was written by a run, which keeps its state beside the tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "state" in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint and verify its checksum; CheckpointError if anything is wrong with it."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -104,7 +135,12 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of a run")
     if checksum(tensors, metadata["state"]) != metadata["checksum"]:
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
-    return unpack(json.loads(metadata["state"]), tensors)
+    contents = unpack(json.loads(metadata["state"]), tensors)
+    unknown = contents.keys() - {item.name for item in fields(Checkpoint)}
+    if unknown or "model" not in contents:
+        what = f"it also holds {', '.join(sorted(unknown))}" if unknown else "it holds no model"
+        raise CheckpointError(f"{path} is a checkpoint of another version: {what}")
+    return Checkpoint(**contents)
 
 
 class Checkpoints:
@@ -118,12 +154,12 @@ class Checkpoints:
         self.best = folder / "best.safetensors"
         self._last_is_good = self.last.exists()
 
-    def save(self, contents: Mapping[str, Any], best: bool = False) -> None:
+    def save(self, checkpoint: Checkpoint, best: bool = False) -> None:
         """Write the newest checkpoint, which may be the best too; the one before stays until this one is verified."""
         for leftover in self.folder.glob("*.tmp"):
             # of a process that was killed
             leftover.unlink()
-        write(self.next, contents)
+        write(self.next, checkpoint)
         if best:
             _same_file(self.next, self.best)
         # a damaged last must not push out the good one that the run was resumed from
@@ -133,29 +169,29 @@ class Checkpoints:
         sync(self.folder)
         self._last_is_good = True
 
-    def load(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is whole; None for a new run."""
+    def load(self) -> Checkpoint | None:
+        """The newest undamaged checkpoint; None for a new run."""
         damage = []
         for path in (self.last, self.previous):
             if not path.exists():
                 continue
             try:
-                contents = read(path)
+                checkpoint = read(path)
             except CheckpointError as error:
                 damage.append(str(error))
                 self._last_is_good = self._last_is_good and path != self.last
                 continue
             for reason in damage:
                 _logger.warning("%s; going on from %s", reason, path)
-            return contents
+            return checkpoint
         if damage:
             raise CheckpointError(
                 f"no usable checkpoint: {'; '.join(damage)}; restore one, or remove {self.folder.parent} to start again"
             )
         return None
 
-    def load_best(self) -> dict[str, Any] | None:
-        """The best checkpoint; None where there is none or it is damaged, so that the next epoch makes a new one."""
+    def load_best(self) -> Checkpoint | None:
+        """The best checkpoint; None if there is none or it is damaged, so that the next epoch makes a new one."""
         try:
             return read(self.best) if self.best.exists() else None
         except CheckpointError as error:

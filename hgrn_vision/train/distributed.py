@@ -127,14 +127,24 @@ def _shared(error: Exception) -> Exception:
     return error
 
 
+def _place() -> tuple[int, int, int]:
+    """Local rank, rank and number of processes, as torchrun or srun tells them; a process alone is the first of one."""
+    return world_info_from_env() if is_distributed_env() else (0, 0, 1)
+
+
+def is_main() -> bool:
+    """Whether this process writes the files and speaks to the user, known before the processes have met."""
+    return World(rank=_place()[1]).main
+
+
 def start(config: TrainConfig) -> World:
-    """Join the processes that torchrun (or SLURM) started, or be the only one."""
+    """Join the processes that torchrun or srun started, or be the only one."""
     device = choose_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
-    if not is_distributed_env():
+    local_rank, rank, size = _place()
+    if size == 1:
         return World(device=device)
-    local_rank, rank, size = world_info_from_env()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
     timeout = timedelta(minutes=config.timeout_minutes)
     options: dict[str, Any] = {"backend": "gloo"}

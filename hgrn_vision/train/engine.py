@@ -15,6 +15,7 @@ from ..data.spec import DataSpec
 from ..data.transforms import BatchTransform, resize
 from ..randomness import fold, seed_all
 from .build import autocast, build_optimizer, build_scheduler, build_task, precision
+from .checkpoint import Checkpoint
 from .config import TrainConfig, sides_by_epoch
 from .distributed import World
 from .faults import memory_advice
@@ -171,29 +172,29 @@ class Engine:
             progress.loss_sum += result.loss
             progress.loss_count += 1
 
-    def contents(self) -> dict[str, Any]:
-        """The state of the run, for a checkpoint; the schedule is a function of the number of updates."""
-        return {
-            "model": self.model.state_dict(),
-            "ema": self.ema.module.state_dict() if self.ema else None,
-            "projection": self.projection.state_dict() if self.projection else None,
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "progress": asdict(self.progress),
-        }
+    def checkpoint(self) -> Checkpoint:
+        """The engine's part of a checkpoint; the schedule is not in it, as it follows from the number of updates."""
+        return Checkpoint(
+            model=self.model.state_dict(),
+            ema=self.ema.module.state_dict() if self.ema else None,
+            projection=self.projection.state_dict() if self.projection else None,
+            optimizer=self.optimizer.state_dict(),
+            scaler=self.scaler.state_dict(),
+            progress=asdict(self.progress),
+        )
 
-    def restore(self, contents: dict[str, Any]) -> None:
-        """Take up the state of a checkpoint."""
-        self.model.load_state_dict(contents["model"])
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from the state in a checkpoint."""
+        self.model.load_state_dict(checkpoint.model)
         if self.ema:
-            # a run that had no average begins one with the weights it has
-            self.ema.module.load_state_dict(contents["ema"] or contents["model"])
-        if self.projection and contents["projection"]:
-            self.projection.load_state_dict(contents["projection"])
+            # a run that had no average starts one from the weights it has
+            self.ema.module.load_state_dict(checkpoint.weights())
+        if self.projection and checkpoint.projection:
+            self.projection.load_state_dict(checkpoint.projection)
         ours = [{key: group[key] for key in FROM_SETTINGS if key in group} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(contents["optimizer"])
+        self.optimizer.load_state_dict(checkpoint.optimizer)
         for group, options in zip(self.optimizer.param_groups, ours, strict=True):
             group.update(options)
-        if self.scaler.is_enabled() and contents["scaler"]:
-            self.scaler.load_state_dict(contents["scaler"])
-        self.progress = Progress(**contents["progress"])
+        if self.scaler.is_enabled() and checkpoint.scaler:
+            self.scaler.load_state_dict(checkpoint.scaler)
+        self.progress = Progress(**checkpoint.progress)

@@ -1,9 +1,13 @@
-"""Accuracy on the validation images, each counted exactly once on any number of processes; of a run or a checkpoint."""
+"""Accuracy on labelled images, each counted exactly once on any number of processes.
+
+Runs, `train --eval` and `evaluate` all count here.
+"""
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +24,23 @@ from .distributed import World, start
 from .faults import memory_advice
 
 
-@dataclass
+class Confusion(NamedTuple):
+    """Which classes were taken for which; only classes that occur, as ten thousand squared would fill the memory."""
+
+    classes: np.ndarray  # (n,) classes that are true or predicted at least once
+    counts: np.ndarray  # (n, n) images by true class (row) and predicted class (column)
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """One row for each readable validation image, in the order of the split."""
+    """One row per readable image, in the order of the split; shares of the images are in percent."""
 
     indices: np.ndarray
     targets: np.ndarray
     predictions: np.ndarray
-    confidence: np.ndarray
+    confidence: np.ndarray  # probability of the predicted class, from 0 to 1
     losses: np.ndarray
-    in_top5: np.ndarray
+    ranks: np.ndarray  # number of classes that come before the true one
     bad: list[BadRecord]
 
     @property
@@ -49,13 +60,14 @@ class Evaluation:
     @property
     def top5(self) -> float:
         """Percent."""
-        return 100 * int(self.in_top5.sum()) / self.images
+        return 100 * int((self.ranks < 5).sum()) / self.images
 
-    def confusion(self, classes: int) -> np.ndarray:
-        """Images by true class (row) and predicted class (column)."""
-        table = np.zeros((classes, classes), dtype=np.int64)
-        np.add.at(table, (self.targets, self.predictions), 1)
-        return table
+    def confusion(self) -> Confusion:
+        """Images by true and predicted class."""
+        classes = np.union1d(self.targets, self.predictions)
+        counts = np.zeros((len(classes), len(classes)), dtype=np.int64)
+        np.add.at(counts, (np.searchsorted(classes, self.targets), np.searchsorted(classes, self.predictions)), 1)
+        return Confusion(classes, counts)
 
     def worst(self, count: int) -> np.ndarray:
         """Rows of the wrong answers, those with the highest loss first."""
@@ -63,40 +75,58 @@ class Evaluation:
         return wrong[np.argsort(-self.losses[wrong], kind="stable")][:count]
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module, loader: EvalLoader, transform: BatchTransform, config: TrainConfig, world: World
 ) -> Evaluation:
-    """Loss and accuracy of `model`, which is left in evaluation mode."""
+    """Evaluate `model` in a run's precision and memory layout; it is left in evaluation mode."""
     model.eval()
-    columns: list[tuple[np.ndarray, ...]] = []
+
+    def logits(images: torch.Tensor) -> torch.Tensor:
+        with memory_advice(config, world.size):
+            images = transform.eval(images.to(world.device))
+            if config.channels_last:
+                images = images.contiguous(memory_format=torch.channels_last)
+            with autocast(config, world.device):
+                return model(images).float()
+
+    return collect(logits, loader, world)
+
+
+@torch.no_grad()
+def collect(
+    logits: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[EvalBatch], world: World | None = None
+) -> Evaluation:
+    """The evaluation of whatever answers images: a model in training, or one that was loaded.
+
+    Args:
+        logits: from images (B, C, H, W) uint8 to logits (B, classes).
+        batches: this process's share of the images.
+        world: the processes that share them; by default this one has them all.
+    """
+    world = world or World()
+    rows: list[tuple[np.ndarray, ...]] = []
     bad: list[BadRecord] = []
-    for batch in loader:
+    for batch in batches:
         bad.extend(batch.bad)
         if len(batch.targets):
-            with memory_advice(config, world.size):
-                columns.append(_score(model, batch, transform, config, world.device))
+            rows.append(_rows(batch, logits(batch.images)))
     world.meet("the end of the evaluation")
-    return _merge(world.gather((columns, bad)))
+    return _merge(world.gather((rows, bad)))
 
 
-def _score(
-    model: nn.Module, batch: EvalBatch, transform: BatchTransform, config: TrainConfig, device: torch.device
-) -> tuple[np.ndarray, ...]:
-    images, targets = transform.eval(batch.images.to(device)), batch.targets.to(device)
-    if config.channels_last:
-        images = images.contiguous(memory_format=torch.channels_last)
-    with autocast(config, device):
-        logits = model(images)
-    logits = logits.float()
-    top = logits.topk(min(5, logits.shape[-1])).indices
+def _rows(batch: EvalBatch, logits: torch.Tensor) -> tuple[np.ndarray, ...]:
+    targets = batch.targets.to(logits.device)
+    own = logits.gather(1, targets[:, None])
+    # classes with equal logits come in their order, as in predict; where the true class is NaN all others come first
+    earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
+    ranks = (~(logits <= own)).sum(-1) + ((logits == own) & earlier).sum(-1)
     columns = (
         batch.indices,
         targets,
-        top[:, 0],
+        logits.argmax(-1),
         logits.softmax(-1).max(-1).values,
         nn.functional.cross_entropy(logits, targets, reduction="none").double(),
-        (top == targets[:, None]).any(-1),
+        ranks,
     )
     return tuple(column.cpu().numpy() for column in columns)
 
@@ -105,7 +135,8 @@ def _merge(parts: list[tuple[list[tuple[np.ndarray, ...]], list[BadRecord]]]) ->
     rows = [columns for part, _ in parts for columns in part]
     bad = sorted(record for _, records in parts for record in records)
     if not rows:
-        raise ValueError("not one validation image could be read")
+        first = f", the first because: {bad[0].reason}" if bad else ""
+        raise ValueError(f"none of the {len(bad)} validation images could be read{first}")
     merged = [np.concatenate(column) for column in zip(*rows, strict=True)]
     order = np.argsort(merged[0], kind="stable")
     return Evaluation(*(column[order] for column in merged), bad=bad)
@@ -119,7 +150,7 @@ class Score:
     config: TrainConfig
     epoch: int
     evaluation: Evaluation
-    main: bool  # whether this process is the one to say so
+    main: bool  # whether this process is the main one, which reports
 
 
 def score(path: str | Path, settings: dict[str, Any]) -> Score:
@@ -128,17 +159,17 @@ def score(path: str | Path, settings: dict[str, Any]) -> Score:
     # the machine that evaluates need not be the one that trained
     here = {"device": "auto", "threads": 0, **settings}
     world = start(from_mapping({name: here[name] for name in ("device", "threads")}))
-    contents = world.on_main(lambda: read(file))
-    config = from_mapping({**contents["config"], **here})
-    validation = world.everywhere(lambda: open_validation(config, contents["class_names"]))
-    model = rebuild_model(contents).to(world.device)
+    checkpoint = world.on_main(lambda: read(file))
+    config = from_mapping({**checkpoint.config, **here})
+    validation = world.everywhere(lambda: open_validation(config, checkpoint.class_names))
+    model = rebuild_model(checkpoint).to(world.device)
     spec = data_spec(config, model)
     loader = EvalLoader(validation, config, spec, world.rank, world.size)
     transform = BatchTransform(config, spec, model.num_classes)
     evaluation = evaluate(model, loader, transform, config, world)
     loader.close()
     world.close()
-    return Score(file, config, contents["progress"]["epoch"], evaluation, world.main)
+    return Score(file, config, checkpoint.progress["epoch"], evaluation, world.main)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -9,7 +9,7 @@ from torch import nn
 from .build import build_model
 from .config import even_divisor, from_mapping
 
-# patches that leave 16 to 256 tokens of an image up to that side
+# largest side, and the patch that makes 16 to 256 tokens of it
 PATCHES = {16: 2, 64: 4, 128: 8}
 MAX_BAD_FRACTION = 0.25  # one broken file of a few hundred is no reason to stop
 QUICK_SIDE = 112
@@ -23,9 +23,12 @@ QUICK_IMAGES = 256
 QUICK_FLOPS = 240 * 50e9
 
 
-def model_settings(side: int) -> dict[str, Any]:
+def model_settings(side: int, quick: bool = False) -> dict[str, Any]:
     """The tiny model for new weights, with patches that suit images of `side` pixels."""
     patch = next((patch for largest, patch in PATCHES.items() if side <= largest), None)
+    if quick:
+        # at most 8 by 8 tokens: what an image costs less goes into more steps, which new weights need most
+        patch = 2 * math.ceil(side / 16)
     return {"model": "hgrn_deit_tiny", "model_args": {"patch_size": patch} if patch else {}}
 
 

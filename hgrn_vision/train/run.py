@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from ..data.spec import DataSpec
 from ..data.splits import open_splits, steps_per_epoch
 from ..files import write_text
 from .build import build_model, build_teacher, data_spec, describe_model, load_body
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoint, Checkpoints
 from .config import TrainConfig, to_mapping, to_yaml
 from .distributed import World, check_ranks, start
 from .engine import Engine, Progress
@@ -25,7 +26,16 @@ from .faults import Diverged, StopRequest
 from .memory import keep_freed_memory, peak_memory
 from .observer import Observer, Outcome
 from .photo_splits import open_photo_splits
-from .run_folder import BadImages, check_same_run, export_model, find_best, restore, write_duplicates, write_log
+from .run_folder import (
+    BadImages,
+    check_same_run,
+    export_model,
+    find_best,
+    holds_weights,
+    restore,
+    write_duplicates,
+    write_log,
+)
 from .summary import measure_gates, write_summary
 from .trackers import check_trackers, open_trackers
 
@@ -97,11 +107,11 @@ class Run:
         self._open_images()
         self.class_names = self.train_split.class_names
         self.steps = steps_per_epoch(self.train_split, config)
-        contents = world.on_main(self.checkpoints.load)
-        self.resumed = contents is not None
-        if contents:
+        checkpoint = world.on_main(self.checkpoints.load)
+        self.resumed = checkpoint is not None
+        if checkpoint:
             changes = world.on_main(
-                lambda: check_same_run(contents, config, self.train_split, self.output, allow_change)
+                lambda: check_same_run(checkpoint, config, self.train_split, self.output, allow_change)
             )
         pretrained = config.pretrained and not self.resumed
         model = world.everywhere(lambda: build_model(config, len(self.class_names), pretrained))
@@ -110,8 +120,8 @@ class Run:
         self.spec = data_spec(config, model)
         describe_model(model, self.spec)
         self.engine = world.everywhere(lambda: Engine(config, world, model, self.spec, self.steps, self.teacher))
-        if contents:
-            world.everywhere(lambda: restore(self.engine, contents, changes, self.steps, self.train_split.indexed))
+        if checkpoint:
+            world.everywhere(lambda: restore(self.engine, checkpoint, changes, self.steps, self.train_split.indexed))
             find_best(self.checkpoints, self.engine, world)
         if self.progress.rollbacks >= ROLLBACKS:
             raise Diverged(self._divergence())
@@ -163,7 +173,7 @@ class Run:
                     self._save()
                     return Outcome("stopped", self.output, self.progress, self.stop.name)
                 self._finish_epoch()
-        if self.world.on_main(lambda: status == "finished" or not (self.output / "report.html").exists()):
+        if self.world.on_main(lambda: status == "finished" or not self._is_complete()):
             self._write_report()
         return Outcome(status, self.output, self.progress)
 
@@ -198,17 +208,17 @@ class Run:
         write_text(self.output / "config.yaml", to_yaml(self.config, self.about))
         write_log(self.output / "log.csv", self.progress.history)
 
-    def _contents(self) -> dict[str, Any]:
-        return {
-            **self.engine.contents(),
-            "config": to_mapping(self.config),
-            "class_names": self.class_names,
-            "train_images": len(self.train_split),
-            "about": self.about,
-        }
+    def _checkpoint(self) -> Checkpoint:
+        return replace(
+            self.engine.checkpoint(),
+            config=to_mapping(self.config),
+            class_names=self.class_names,
+            train_images=len(self.train_split),
+            about=self.about,
+        )
 
     def _save(self, best: bool = False) -> None:
-        self.world.on_main(lambda: self.checkpoints.save(self._contents(), best))
+        self.world.on_main(lambda: self.checkpoints.save(self._checkpoint(), best))
         self._saved_at = time.monotonic()
 
     def _train_epoch(self) -> bool:
@@ -338,18 +348,26 @@ class Run:
         if best:
             export_model(self.output / "model", self.engine.eval_model, self.config, self.class_names)
 
+    def _is_complete(self) -> bool:
+        """Whether nothing is missing of what the end of a run writes; a kill may have come just before it."""
+        best = self.checkpoints.load_best()
+        return (self.output / "report.html").exists() and (
+            best is None or holds_weights(self.output / "model", best.weights())
+        )
+
     def _write_report(self) -> None:
         """The report and the exported model, both of the best epoch."""
-        contents = self.world.on_main(self.checkpoints.load_best)
-        if contents:
-            self.engine.eval_model.load_state_dict(contents["ema"] or contents["model"])
+        best = self.world.on_main(self.checkpoints.load_best)
+        if best:
+            self.engine.eval_model.load_state_dict(best.weights())
         evaluation = self._evaluate(self.eval_loader)
         self.world.on_main(lambda: self._write_report_file(evaluation))
 
     def _write_report_file(self, evaluation: Evaluation) -> None:
-        if not (self.output / "model").exists():
-            export_model(self.output / "model", self.engine.eval_model, self.config, self.class_names)
         model, transform = self.engine.eval_model, self.engine.transform
+        # an epoch's export is not enough: a kill may have come after the best checkpoint and before it
+        if not holds_weights(self.output / "model", model.state_dict()):
+            export_model(self.output / "model", model, self.config, self.class_names)
         write_summary(
             self.output / "report.html",
             config=self.config,

@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from timm.models import save_for_hf
 from torch import nn
 
 from ..data.batches import BadRecord
 from ..data.splits import Split, Stream
 from ..files import whole_file, write_text
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoint, Checkpoints
 from .config import TrainConfig, recipe_changes
 from .distributed import World
 from .engine import Engine
@@ -116,15 +119,24 @@ def write_model(folder: Path, model: nn.Module, model_args: dict[str, Any], clas
             os.replace(path, temporary)
 
 
+def holds_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the model folder holds exactly these weights."""
+    try:
+        exported = load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError):
+        return False
+    return exported.keys() == weights.keys() and all(torch.equal(exported[name], weights[name]) for name in exported)
+
+
 def check_same_run(
-    contents: dict[str, Any], config: TrainConfig, train: Split | Stream, output: Path, allow_change: bool
+    checkpoint: Checkpoint, config: TrainConfig, train: Split | Stream, output: Path, allow_change: bool
 ) -> set[str]:
     """Names of the recipe settings that differ from the checkpoint's; a ValueError where that is not allowed."""
-    if contents["class_names"] != train.class_names:
+    if checkpoint.class_names != train.class_names:
         raise ValueError(f"the run in {output} was trained on other classes; give another --output")
-    changes = recipe_changes(contents["config"], config)
-    if contents["train_images"] != len(train):
-        changes["training images"] = (contents["train_images"], len(train))
+    changes = recipe_changes(checkpoint.config, config)
+    if checkpoint.train_images != len(train):
+        changes["training images"] = (checkpoint.train_images, len(train))
     listed = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changes.items())
     if changes and not allow_change:
         raise ValueError(
@@ -136,28 +148,41 @@ def check_same_run(
     return set(changes)
 
 
-def restore(engine: Engine, contents: dict[str, Any], changes: set[str], steps: int, indexed: bool) -> None:
-    """Take up the state of a checkpoint, in an epoch of `steps` steps whose images may have no number."""
+def restore(engine: Engine, checkpoint: Checkpoint, changes: set[str], steps: int, indexed: bool) -> None:
+    """Continue from a checkpoint.
+
+    Args:
+        engine: gets the state.
+        checkpoint: of this run.
+        changes: names of the recipe settings that differ from the checkpoint's.
+        steps: optimizer steps per epoch.
+        indexed: whether an epoch can be started in its middle.
+    """
     try:
-        engine.restore(contents)
+        engine.restore(checkpoint)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(f"the checkpoint does not fit these settings: {str(error).splitlines()[0]}") from error
     progress = engine.progress
     if changes:
         progress.rollbacks = 0
     if progress.step and (changes & ORDER or not indexed):
-        _logger.warning("epoch %d starts again: the images it has seen cannot be counted off", progress.epoch + 1)
+        _logger.warning("epoch %d starts again: which images it has used is not known", progress.epoch + 1)
         progress.repeat_epoch()
     progress.updates = progress.epoch * steps + progress.step
 
 
 def find_best(checkpoints: Checkpoints, engine: Engine, world: World) -> None:
-    """Trust the best checkpoint more than what the last one says of it.
+    """Trust the best checkpoint itself over what the last one says about it.
 
-    A run may be killed when an epoch's best has been written and the epoch's checkpoint has not.
+    A run may be killed after an epoch's best checkpoint was written and before its last one was.
     """
     progress = engine.progress
-    best = world.on_main(lambda: (checkpoints.load_best() or {}).get("progress", {}).get("best"))
+
+    def recorded() -> dict[str, Any] | None:
+        checkpoint = checkpoints.load_best()
+        return checkpoint.progress["best"] if checkpoint else None
+
+    best = world.on_main(recorded)
     if best is None:
         # lost or damaged: the next epoch makes a new one
         progress.best = None

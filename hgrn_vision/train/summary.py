@@ -13,13 +13,13 @@ from ..data.spec import DataSpec
 from ..data.splits import Split, Stream
 from ..data.transforms import BatchTransform, eval_transform
 from ..report import GateLayer, Mistake, ReportData, write_report
+from ..report.gates import GateStatistics
 from .config import TrainConfig, to_mapping
 from .engine import Progress
 from .evaluation import Evaluation
 
 MISTAKES = 24
 GATE_IMAGES = 64
-GATE_BINS = np.linspace(0, 1, 51)
 
 
 def write_summary(
@@ -39,6 +39,7 @@ def write_summary(
         "images": evaluation.images,
         "epoch": progress.best["epoch"] if progress.best else progress.epoch,
     }
+    confusion = evaluation.confusion()
     write_report(
         path,
         ReportData(
@@ -48,8 +49,8 @@ def write_summary(
             versions={name: value for name, value in about.items() if name != "command"},
             history=progress.history,
             result=result,
-            class_names=validation.class_names,
-            confusion=evaluation.confusion(len(validation.class_names)),
+            class_names=[validation.class_names[label] for label in confusion.classes],
+            confusion=confusion.counts,
             mistakes=_mistakes(validation, evaluation),
             gates=gates,
             bad_images=[record._asdict() for record in bad],
@@ -92,12 +93,12 @@ def measure_gates(
     if not hasattr(model, "forget_gates") or not validation.indexed:
         return []
     images = _spread_images(validation, spec).to(next(model.parameters()).device)
-    layers = []
-    for values in model.forget_gates(transform.eval(images)):
-        values = values.float().cpu().numpy()
-        counts, edges = np.histogram(values, bins=GATE_BINS)
-        layers.append(GateLayer(float(values.mean()), float(np.median(values)), counts, edges))
-    return layers
+    if not len(images):
+        return []
+    statistics = GateStatistics()
+    statistics.update(model.forget_gates(transform.eval(images)))
+    rows = zip(statistics.mean(), statistics.median(), statistics.histogram(), strict=True)
+    return [GateLayer(float(mean), float(median), shares) for mean, median, shares in rows]
 
 
 def _spread_images(validation: Split, spec: DataSpec) -> torch.Tensor:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import timm
 import torch
-from timm.data import DEFAULT_CROP_PCT, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
+from timm.data import DEFAULT_CROP_PCT, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from ..data.imagenet import imagenet_aliases, imagenet_names
-from ..data.spec import DataSpec
+from ..data.spec import DataSpec, resolve_spec
 from ..data.transforms import normalise, resize, unnormalise
 
 ONNX_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
@@ -132,14 +132,11 @@ def _open_timm(name: str, side: int | None, wanted: dict[str, Any], maps: bool, 
         raise ValueError(f"teacher {name} has no feature maps; use --distill logits")
     if not model.num_classes:
         raise ValueError(f"teacher {name} has no classification head")
-    cfg = resolve_data_config(wanted, model=model)
-    channels = getattr(model, "in_chans", cfg["input_size"][0])
+    spec = resolve_spec(model, **wanted)
+    channels, *described = spec.input_size
     # a saved model's description names its architecture's size, its patch embedding the one it was built for
-    built_for = getattr(getattr(model, "patch_embed", None), "img_size", None) or cfg["input_size"][1:]
-    size = (side, side) if side else tuple(built_for)
-    spec = DataSpec(
-        (channels, *size), cfg["mean"][:channels], cfg["std"][:channels], cfg["interpolation"], cfg["crop_pct"]
-    )
+    size = (side, side) if side else getattr(getattr(model, "patch_embed", None), "img_size", None) or described
+    spec = spec._replace(input_size=(channels, *size))
     return _TimmNetwork(model.requires_grad_(False).eval().to(device), maps), spec, _timm_names(model)
 
 

@@ -89,8 +89,8 @@ def assert_same_run(got, want):
     for name in ("last", "best"):
         one, other = (read(run / "checkpoints" / f"{name}.safetensors") for run in (got, want))
         for part in ("model", "ema"):
-            for key, tensor in other[part].items():
-                assert torch.equal(one[part][key], tensor), f"{name} {part} {key} differs"
+            for key, tensor in getattr(other, part).items():
+                assert torch.equal(getattr(one, part)[key], tensor), f"{name} {part} {key} differs"
 
 
 @pytest.mark.parametrize("teacher", ["teacher", "teacher.onnx"])
@@ -120,7 +120,7 @@ def test_a_run_knows_its_teacher_and_its_classes(place, finished):
     run, _ = finished("whole-teacher.onnx", *labelled("teacher.onnx"))
     assert read_yaml(run / "config.yaml")["teacher"] == "teacher.onnx"
     last = read(run / "checkpoints" / "last.safetensors")
-    assert last["class_names"] == CLASSES and last["train_images"] == 40
+    assert last.class_names == CLASSES and last.train_images == 40
     assert "broken.jpg" in (run / "bad_images.csv").read_text()
     assert (run / "report.html").exists()
     rows = log(run)
@@ -142,7 +142,7 @@ def test_it_learns_to_agree_with_its_teacher(place, launch, capsys):
     assert code == 0, output
     losses = [float(row["train_loss"]) for row in log(place / "learns")]
     assert losses[-1] < 0.5 * losses[0]
-    answers = read(place / "learns" / "checkpoints" / "best.safetensors")["progress"]["best"]
+    answers = read(place / "learns" / "checkpoints" / "best.safetensors").progress["best"]
     assert answers["agreement"] > 60
 
 
@@ -161,15 +161,15 @@ def test_photographs_that_look_like_validation_images_are_listed(place, launch):
     with open(place / "copies-run" / "near_duplicates.csv", newline="") as file:
         found = list(csv.DictReader(file))
     assert sorted(row["photograph"] for row in found) == [f"copies/{seed}.png" for seed in range(100, 105)]
-    assert read(place / "copies-run" / "checkpoints" / "last.safetensors")["train_images"] == 24
+    assert read(place / "copies-run" / "checkpoints" / "last.safetensors").train_images == 24
 
 
 def test_features_and_files_without_a_pack(place, launch):
     arguments = ["photos", "more", "--teacher", "teacher", *TINY, "--distill", "both", "--pack", 0]
     code, output = launch.run(*arguments, "--output", "features", "--epochs", 2, "--epoch-steps", 2)
     assert code == 0, output
-    contents = read(place / "features" / "checkpoints" / "last.safetensors")
-    assert contents["projection"]["weight"].shape == (32, 16, 1, 1)
+    checkpoint = read(place / "features" / "checkpoints" / "last.safetensors")
+    assert checkpoint.projection["weight"].shape == (32, 16, 1, 1)
     assert "broken.jpg" in (place / "features" / "bad_images.csv").read_text()
 
 
@@ -215,7 +215,7 @@ def test_class_names_from_a_file(place, launch):
     arguments = ["photos", "--teacher", "unnamed.onnx", "--classes", "names.txt", *TINY, "--epochs", 2]
     code, output = launch.run(*arguments, "--output", "named")
     assert code == 0, output
-    assert read(place / "named" / "checkpoints" / "last.safetensors")["class_names"] == ["one", "two", "three", "four"]
+    assert read(place / "named" / "checkpoints" / "last.safetensors").class_names == ["one", "two", "three", "four"]
 
 
 @pytest.mark.parametrize("folders", [CLASSES, ["0", "1", "2"], ["Rose", "DAISY <B>", "2"]])

@@ -16,8 +16,9 @@ from hgrn_vision.cli import main
 from hgrn_vision.commands.explain import GateRow, gate_table
 from hgrn_vision.data.digits import load_digits
 from hgrn_vision.data.images import open_image
-from hgrn_vision.inference.interpret import GateStatistics, evidence, mixing_matrix, mixing_strength
+from hgrn_vision.inference.interpret import evidence, mixing_matrix, mixing_strength
 from hgrn_vision.inference.pretrained import load_model
+from hgrn_vision.report.gates import GateStatistics
 
 ABLATIONS = {
     "full": {},

@@ -390,10 +390,20 @@ def test_quick_is_five_minutes_of_arithmetic(images):
     config = resolve({}, Found(images, 500), None, quick=True)
     model = timm.create_model(config.model, img_size=config.img_size, **config.model_args)
     tokens = (config.img_size // model.patch_embed.patch_size[0]) ** 2
+    # few tokens leave time for many steps, which new weights need most
+    assert 36 <= tokens <= 64
     steps = config.epochs * min(config.epoch_steps or images, images // config.batch_size)
     flops = 6 * sum(p.numel() for p in model.parameters()) * tokens * steps * config.batch_size
     assert QUICK_FLOPS / 4 < flops < 1.05 * QUICK_FLOPS or config.epochs == 200
     assert config.img_size <= 112 and config.epochs >= 3 and config.warmup_epochs < config.epochs / 2
+
+
+@pytest.mark.parametrize("side", [8, 16, 24, 40, 64, 90, 112, 500])
+def test_quick_images_of_any_size_are_a_few_patches(side):
+    config = resolve({}, Found(1000, side), None, quick=True)
+    assert 16 <= (config.img_size // config.model_args["patch_size"]) ** 2 <= 64
+    slow = resolve({}, Found(1000, side), None, quick=False)
+    assert config.model_args["patch_size"] >= slow.model_args.get("patch_size", 14)
 
 
 def test_help_fits_a_screen_and_has_an_example(capsys, monkeypatch):

@@ -19,7 +19,7 @@ from PIL import Image
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from hgrn_vision.data.indexed import balanced_order, epoch_order
-from hgrn_vision.data.loaders import EvalLoader, TrainLoader
+from hgrn_vision.data.loaders import EvalLoader, TrainLoader, read_ahead
 from hgrn_vision.data.spec import DataSettings, DataSpec
 from hgrn_vision.data.splits import Split, open_splits, open_validation, steps_per_epoch, stratified_holdout
 from hgrn_vision.data.transforms import BatchTransform, eval_transform, train_transform
@@ -513,6 +513,31 @@ def test_more_ranks_than_batches():
     _, validation = open_splits(config(eval_images=20))
     counts = [sum(len(b.indices) for b in EvalLoader(validation, config(), SPEC, rank, 4)) for rank in range(4)]
     assert counts == [16, 4, 0, 0]
+
+
+def test_reading_ahead_gives_the_same_batches_in_order(tmp_path):
+    tree(tmp_path, a=21, b=20)
+    write(tmp_path / "a" / "3.png", b"broken")
+    validation = open_validation(config(data=str(tmp_path)), ["a", "b"])
+    want, got = list(EvalLoader(validation, config(), SPEC)), list(read_ahead(validation, SPEC, 16))
+    assert [len(batch.targets) for batch in got] == [15, 16, 9]
+    for ours, theirs in zip(got, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True)) and ours.bad == theirs.bad
+
+
+def test_reading_ahead_stops_at_a_few_batches_and_with_its_reader(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    validation, started = open_validation(config(), list("0123456789")), []
+    monkeypatch.setattr(
+        Split, "load", lambda self, index, load=Split.load: (started.append(index), load(self, index))[1]
+    )
+    batches = read_ahead(validation, SPEC, 10)
+    next(batches)
+    next(batches)
+    # two that were handed over, and one for each thread
+    assert max(started) < 40
+    batches.close()
+    assert len(started) <= 40
 
 
 # on the device

@@ -36,8 +36,8 @@ def write_checkpoint(path, ema):
         img_size=16, model_args={key: SMALL[key] for key in SMALL if key != "img_size"}, mean=(0, 0, 0)
     )
     model, average = small_model(seed=1), small_model(seed=2)
-    contents = {"config": to_mapping(config), "class_names": CLASSES, "model": model.state_dict(), "ema": None}
-    checkpoint.write(path, {**contents, "ema": average.state_dict()} if ema else contents)
+    weights = {"model": model.state_dict(), "ema": average.state_dict() if ema else None}
+    checkpoint.write(path, checkpoint.Checkpoint(**weights, config=to_mapping(config), class_names=CLASSES))
     return average if ema else model
 
 

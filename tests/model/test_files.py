@@ -9,7 +9,7 @@ from training import digits
 
 from hgrn_vision.files import whole_file, write_text
 from hgrn_vision.train.build import build_model
-from hgrn_vision.train.checkpoint import Checkpoints
+from hgrn_vision.train.checkpoint import Checkpoint, Checkpoints
 from hgrn_vision.train.run_folder import export_model
 
 
@@ -37,7 +37,7 @@ def test_the_umask_decides_who_may_read(tmp_path, umask):
 def test_checkpoints_can_be_shared_as_far_as_the_umask_allows(tmp_path, umask):
     folder = Checkpoints(tmp_path)
     for _ in range(2):
-        folder.save({"model": {"weight": torch.ones(3)}}, best=True)
+        folder.save(Checkpoint({"weight": torch.ones(3)}), best=True)
     assert {path.name: mode(path) for path in tmp_path.iterdir()} == {
         f"{name}.safetensors": 0o666 & ~umask for name in ("last", "previous", "best")
     }

@@ -52,8 +52,7 @@ def test_one_epoch_is_seen_and_none_is_no_error(chart):
 
 @pytest.mark.parametrize("layers, rows, columns", [(1, 1, 1), (4, 1, 4), (6, 2, 4), (12, 3, 4)])
 def test_gates_of_every_layer(layers, rows, columns):
-    edges = np.linspace(0, 1, 4)
-    given = [GateLayer(0.5, 0.1 * i, np.array([i, 1, 2]), edges) for i in range(layers)]
+    given = [GateLayer(0.5, 0.1 * i, np.array([i, 1, 2]) / (i + 3)) for i in range(layers)]
     figure = charts.gate_chart(given)
     assert figure.axes[0].get_gridspec().get_geometry() == (rows, columns)
     shown = [axes for axes in figure.axes if axes.get_visible()]
@@ -61,5 +60,6 @@ def test_gates_of_every_layer(layers, rows, columns):
     for i, axes in enumerate(shown):
         (stairs,) = axes.patches
         np.testing.assert_allclose(stairs.get_data().values, np.array([i, 1, 2]) / (i + 3))
+        np.testing.assert_allclose(stairs.get_data().edges, [0, 1 / 3, 2 / 3, 1])
         (median,) = axes.lines
         assert median.get_xdata()[0] == pytest.approx(0.1 * i)

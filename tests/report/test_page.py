@@ -44,8 +44,7 @@ def history(epochs: int = 5) -> list[dict]:
 
 
 def gates(layers: int) -> list[GateLayer]:
-    edges = np.linspace(0, 1, 11)
-    return [GateLayer(0.1 + 0.05 * i, 0.123 + 0.05 * i, np.arange(10) + i, edges) for i in range(layers)]
+    return [GateLayer(0.1 + 0.05 * i, 0.123 + 0.05 * i, (np.arange(10) + i) / (45 + 10 * i)) for i in range(layers)]
 
 
 @pytest.fixture
@@ -152,7 +151,7 @@ def test_one_histogram_a_layer(layers):
     shown = [axes for axes in charts.gate_chart(gates(layers)).axes if axes.get_visible()]
     assert [axes.get_title(loc="left") for axes in shown] == [f"layer {i + 1}" for i in range(layers)]
     values, edges, _ = shown[-1].patches[0].get_data()
-    np.testing.assert_allclose(values, gates(layers)[-1].counts / gates(layers)[-1].counts.sum())
+    np.testing.assert_allclose(values, gates(layers)[-1].shares)
     assert shown[-1].lines[0].get_xdata()[0] == gates(layers)[-1].median
 
 

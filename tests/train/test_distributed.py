@@ -1,13 +1,15 @@
 """What a process of a run decides about the others, without others."""
 
+import logging
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from hgrn_vision.cli import main
 from hgrn_vision.train import distributed
 from hgrn_vision.train.config import TrainConfig
-from hgrn_vision.train.distributed import LostRank, World
+from hgrn_vision.train.distributed import LostRank, World, is_main
 
 MISSING = "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 180000 ms\nException raised from somewhere"
 
@@ -73,3 +75,53 @@ def test_the_timeout_is_the_setting(monkeypatch):
     world = distributed.start(TrainConfig(device="cpu", timeout_minutes=7))
     assert (world.rank, world.size) == (0, 2)
     assert [*asked, world.timeout] == [timedelta(minutes=7)] * 4
+
+
+LAUNCHERS = {
+    "torchrun": {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2"},
+    "srun": {"SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}", "SLURM_NTASKS": "2"},
+    # one torchrun per node: its own numbers are the ones that count
+    "torchrun in srun": {"RANK": "{rank}", "WORLD_SIZE": "4", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+}
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launched(request, monkeypatch):
+    """Sets what a launcher tells the process of a rank."""
+
+    def set_rank(rank: int) -> None:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in LAUNCHERS[request.param].items():
+            monkeypatch.setenv(name, value.format(rank=rank))
+
+    return set_rank
+
+
+def test_the_main_process_is_rank_0_of_any_launcher(launched):
+    for rank in (0, 1):
+        launched(rank)
+        assert is_main() == World(rank, 2).main == (rank == 0)
+
+
+def test_a_process_alone_is_the_main_one(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    # as in the batch script of a SLURM job of one task
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert is_main()
+
+
+def test_only_the_main_process_prints_warns_and_clears_the_smoke_folder(launched, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    # the command sets the handlers of its process; this one has its own back after the test
+    monkeypatch.setattr(logging.getLogger("hgrn_vision"), "handlers", [])
+    kept = tmp_path / "runs" / "smoke-digits-hgrn_deit_tiny" / "kept"
+    kept.mkdir(parents=True)
+    for rank in (1, 0):
+        launched(rank)
+        assert main(["train", "--smoke", "--print-config"]) == 0
+        assert kept.exists() == (rank == 1)
+        logging.getLogger("hgrn_vision").warning("told once")
+        said = capsys.readouterr()
+        assert ("epochs: 2" in said.out, "told once" in said.err) == (rank == 0, rank == 0)

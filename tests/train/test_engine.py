@@ -312,7 +312,7 @@ def test_distillation_by_features_trains_its_projection_and_resumes(teacher):
     assert first[0] != Setup(replace(config, distill_weight=0.0)).run(1)[0]
     other = Setup(config)
     assert not torch.equal(other.engine.projection.weight, setup.engine.projection.weight)
-    other.engine.restore(copy.deepcopy(setup.engine.contents()))
+    other.engine.restore(copy.deepcopy(setup.engine.checkpoint()))
     assert other.run(2) == setup.run(2)
     assert torch.equal(other.engine.projection.weight, setup.engine.projection.weight)
     assert not setup.engine.teacher.network.model.training

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from launcher import ROOT, Launcher
+from safetensors.torch import load_file
 
-from hgrn_vision.train.checkpoint import read
+from hgrn_vision.train.checkpoint import Checkpoint, read
 
 # mixup, erasing, drop path, repeated augmentation and averaged weights all on: whatever could make two runs differ
 TINY = shlex.split(
@@ -38,15 +39,15 @@ def column(output: Path, name: str) -> list[float]:
     return [float(row[name]) for row in rows(output)]
 
 
-def last(output: Path) -> dict:
+def last(output: Path) -> Checkpoint:
     return read(output / "checkpoints" / "last.safetensors")
 
 
-def assert_same_weights(got: dict, want: dict) -> None:
-    for part in ("model", "ema"):
-        assert got[part].keys() == want[part].keys()
-        for name, tensor in want[part].items():
-            assert torch.equal(got[part][name], tensor), f"{part} {name} differs"
+def assert_same_weights(got: Checkpoint, want: Checkpoint) -> None:
+    for ours, theirs in ((got.model, want.model), (got.ema, want.ema)):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert torch.equal(ours[name], tensor), f"{name} differs"
 
 
 def wait_for(condition, process, seconds: float = 240) -> None:
@@ -76,6 +77,10 @@ def test_killed_five_times_ends_in_the_same_weights(launch):
     code, output = launch.run(*arguments, "--output", killed)
     assert code == 0, output
     assert_same_weights(last(killed), last(whole))
+    for run in (killed, whole):
+        best, model = read(run / "checkpoints" / "best.safetensors"), load_file(run / "model" / "model.safetensors")
+        assert model.keys() == best.ema.keys()
+        assert all(torch.equal(model[name], tensor) for name, tensor in best.ema.items()), run
     same = ("epoch", "step", "lr", "train_loss", "val_loss", "val_top1", "val_top5", "skipped_steps")
     for name in same:
         assert column(killed, name) == column(whole, name), name
@@ -93,7 +98,7 @@ def test_two_ranks_are_one_and_a_run_moves_between_them(launch):
     moment = (signal.SIGUSR1, "torch.Tensor.backward", "", 10)
     ranks = launch.start_ranks(2, *arguments, "--output", moved, moments={1: moment})
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output
-    assert "stopped at step 5" in ranks[0].output and last(moved)["progress"]["updates"] == 5
+    assert "stopped at step 5" in ranks[0].output and last(moved).progress["updates"] == 5
     # in the fourth after it
     moment = (signal.SIGINT, "torch.Tensor.backward", "", 14)
     code, output = launch.run(*arguments, "--output", moved, moment=moment)
@@ -176,7 +181,7 @@ def test_full_disk_keeps_the_last_checkpoint(launch):
     assert code == 2, said
     assert "cannot write" in said and "Traceback" not in said
     # the first checkpoint has no optimizer state yet and fits
-    assert last(output)["progress"]["updates"] == 0
+    assert last(output).progress["updates"] == 0
     assert not list(output.glob("checkpoints/*.tmp"))
     code, said = launch.run(*arguments)
     assert code == 0, said
@@ -190,8 +195,8 @@ def test_divergence_ends_with_code_3(launch):
     assert code == 3, said
     assert said.count("back to the last checkpoint") == 3 and "Traceback" not in said
     state = last(output)
-    assert state["progress"]["rollbacks"] == 3
-    assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
+    assert state.progress["rollbacks"] == 3
+    assert all(torch.isfinite(tensor).all() for tensor in state.model.values())
     assert launch.run(*arguments, "--lr", 1e30, "--warmup-epochs", 0)[0] == 3
     code, said = launch.run(*arguments, "--lr", 1e-3, "--warmup-epochs", 0, "--allow-change")
     assert code == 0, said
