@@ -1,7 +1,7 @@
 """The residual block, layer by layer, or as one call where nobody would notice."""
 
 import torch
-from timm.layers import DropPath
+from timm.layers import DropPath, register_notrace_module
 from torch import nn
 from torch.nn.modules import module
 
@@ -9,6 +9,8 @@ from .backend import needs_dispatcher, resolve
 from .layers import DeferredBiasLinear, Glu, Hgru, ResidualLinear
 
 
+# symbolic tracing takes a block as one step, so that a traced model computes exactly what the model does
+@register_notrace_module
 class Block(nn.Module):
     """Pre-norm residual block: mix tokens, then mix channels."""
 

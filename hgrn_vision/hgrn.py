@@ -12,7 +12,6 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
     LayerType,
-    PatchEmbed,
     calculate_drop_path_rates,
     get_act_layer,
     get_device_dtype,
@@ -27,7 +26,17 @@ from timm.models._manipulate import checkpoint
 from torch import nn
 
 from .block import Block
-from .layers import FORGET_GATES, LOWER_BOUNDS, AblatedHgru, Hgru, Recurrence, RmsNorm, lower_bounds, zero_bounds
+from .layers import (
+    FORGET_GATES,
+    LOWER_BOUNDS,
+    AblatedHgru,
+    Hgru,
+    PaddedPatchEmbed,
+    Recurrence,
+    RmsNorm,
+    lower_bounds,
+    zero_bounds,
+)
 from .packaged import STARTER, check_packaged, weights_file
 from .weights import checkpoint_filter_fn
 
@@ -38,6 +47,10 @@ POOLS = ("", "avg", "max", "avgmax")
 
 class HgrnDeit(nn.Module):
     """DeiT with HGRU token mixers.
+
+    Images whose sides are not multiples of the patch are padded with zeros (the mean color, once normalized) below and
+    to the right. A patch that the image fills only in part is a token like any other: the scans run over it, pooling
+    counts it, and feature maps include it, ceil(H / patch) by ceil(W / patch). No patch is all padding.
 
     Args:
         img_size: image side, or (height, width).
@@ -52,7 +65,7 @@ class HgrnDeit(nn.Module):
         proj_drop_rate: dropout after each mixer and each GLU.
         drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
         dynamic_img_size: take images of any size, not only img_size.
-        dynamic_img_pad: pad images whose sides are no multiples of the patch.
+        dynamic_img_pad: pad images to whole patches; False refuses them instead.
         norm_layer: replaces every LayerNorm.
         act_layer: replaces the SiLU of the GLUs.
         input_gate: False feeds the recurrence c_t instead of (1 - decay) c_t.
@@ -81,7 +94,7 @@ class HgrnDeit(nn.Module):
         proj_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         dynamic_img_size: bool = True,
-        dynamic_img_pad: bool = False,
+        dynamic_img_pad: bool = True,
         norm_layer: LayerType | None = None,
         act_layer: LayerType | None = None,
         input_gate: bool = True,
@@ -113,7 +126,7 @@ class HgrnDeit(nn.Module):
         self.dynamic_img_size = dynamic_img_size
         self.grad_checkpointing = False
 
-        self.patch_embed = PatchEmbed(
+        self.patch_embed = PaddedPatchEmbed(
             img_size=img_size,
             patch_size=patch_size,
             in_chans=in_chans,
@@ -241,7 +254,7 @@ class HgrnDeit(nn.Module):
             indices: the last n blocks if an int, all if None, else these blocks.
             norm: apply the final norm to every intermediate.
             stop_early: run no block after the last one asked for.
-            output_fmt: 'NCHW' or 'NLC'.
+            output_fmt: 'NCHW', maps of the grid of patches, padded ones included; or 'NLC', tokens.
             intermediates_only: return no final features.
             output_dict: return a dict with 'image_intermediates' and 'image_features'.
         """
@@ -340,7 +353,7 @@ def check_image(
             )
     elif not dynamic_img_pad and (H % patch_size[0] != 0 or W % patch_size[1] != 0):
         raise ValueError(
-            f"image of {H}x{W} pixels is no multiple of the patch {patch_size[0]}x{patch_size[1]}; "
+            f"image of {H}x{W} pixels is not a multiple of the patch {patch_size[0]}x{patch_size[1]}; "
             "resize it or create the model with dynamic_img_pad=True"
         )
 

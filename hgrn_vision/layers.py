@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import is_exportable, is_scriptable, register_notrace_function
+from timm.layers import PatchEmbed, is_exportable, is_scriptable, register_notrace_function
 from torch import nn
 
 from .glu import glu
@@ -46,6 +46,24 @@ def forget_gate(f: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tenso
     """Decay of the state and factor of the input from the pre-activation f; they sum to 1."""
     # sigmoid(-f) rather than 1 - sigmoid(f), which cancels where the gate is open
     return lower_bound + (1 - lower_bound) * torch.sigmoid(f), (1 - lower_bound) * torch.sigmoid(-f)
+
+
+@register_notrace_function
+def pad_to_patches(x: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
+    """Images (B, C, H, W) with zeros added below and to the right, up to whole patches."""
+    bottom, right = -x.shape[2] % patch_size[0], -x.shape[3] % patch_size[1]
+    # padding by nothing would copy the batch
+    return F.pad(x, [0, right, 0, bottom]) if bottom > 0 or right > 0 else x
+
+
+class PaddedPatchEmbed(PatchEmbed):
+    """timm's patch embedding, except that images of whole patches are not copied to be padded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens (B, T, D) of images (B, C, H, W), which the model has checked."""
+        if self.dynamic_img_pad:
+            x = pad_to_patches(x, self.patch_size)
+        return self.norm(self.proj(x).flatten(2).transpose(1, 2))
 
 
 class DeferredBiasLinear(nn.Linear):

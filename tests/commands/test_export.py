@@ -133,7 +133,7 @@ def test_ablated_models_take_any_size(ablation, tmp_path):
 FIXED = {
     "by request": {"dynamic_img_size": False},
     "one row": {"img_size": (4, 16)},
-    "padded": {"img_size": (18, 16), "dynamic_img_pad": True},
+    "padded": {"img_size": (18, 16)},
 }
 
 
@@ -189,7 +189,6 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys):
         "no config.json": [str(unreadable), "--output", str(tmp_path / "a.onnx")],
         "ends in .pt2": [str(run), "--format", "pt2", "--output", str(tmp_path / "a.bin")],
         "is a folder": [str(run), "--output", str(tmp_path)],
-        "no multiple of the patch": [str(run), "--img-size", "18", "--output", str(tmp_path / "a.onnx")],
     }
     for message, argv in cases.items():
         assert main(["export", *argv]) == 2

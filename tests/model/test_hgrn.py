@@ -327,18 +327,43 @@ def test_any_multiple_of_the_patch(size):
         assert torch.isfinite(model(images(size, batch=1))).all()
 
 
-def test_padding():
-    model = small(dynamic_img_pad=True).eval()
-    x = images((97, 131))
-    assert model.forward_features(x).shape == (2, math.ceil(97 / 8) * math.ceil(131 / 8), 24)
-    torch.testing.assert_close(model(x), model(nn.functional.pad(x, (0, 5, 0, 7))))
-    assert model.forward_intermediates(x, intermediates_only=True)[0].shape == (2, 24, 13, 17)
+@pytest.mark.parametrize("size", [(97, 131), (96, 131), (97, 128), (5, 3)])
+def test_any_other_size_is_padded_with_zeros_below_and_to_the_right(size):
+    model = small().eval()
+    x = images(size)
+    rows, columns = (math.ceil(side / 8) for side in size)
+    padded = torch.zeros(2, 3, 8 * rows, 8 * columns)
+    padded[:, :, : size[0], : size[1]] = x
+    tokens = model.forward_features(x)
+    assert tokens.shape == (2, rows * columns, 24)
+    # patches that the image fills in part are tokens like any other: in the scans, in the mean and in the maps
+    assert torch.equal(tokens, model.forward_features(padded))
+    torch.testing.assert_close(model.forward_head(tokens, pre_logits=True), RmsNorm()(tokens.mean(1)))
+    assert torch.equal(model(x), model(padded))
+    (last,) = model.forward_intermediates(x, indices=1, intermediates_only=True)
+    assert torch.equal(last, tokens.unflatten(1, (rows, columns)).permute(0, 3, 1, 2))
+    features = small(features_only=True, out_indices=(0, 2)).eval()
+    assert [tuple(y.shape) for y in features(x)] == [(2, 24, rows, columns)] * 2
+    assert all(gate.shape == tokens.shape for gate in model.forget_gates(x))
+    traced = create_feature_extractor(model, ["head"])
+    assert torch.equal(traced(x)["head"], model(x))
+    scripted = torch.jit.script(small(scriptable=True).eval())
+    assert scripted(x).shape == (2, 10)
+
+
+def test_images_of_whole_patches_are_not_copied():
+    model = small()
+    seen = []
+    model.patch_embed.proj.register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+    x = images()
+    model(x)
+    assert seen[0] is x
 
 
 @pytest.mark.parametrize(
     "x, options, message",
     [
-        (images((97, 131)), {}, "97x131 pixels is no multiple of the patch 8x8"),
+        (images((97, 32)), dict(dynamic_img_pad=False), "97x32 pixels is not a multiple of the patch 8x8"),
         (images(40), dict(dynamic_img_size=False), "40x40 pixels does not match the model's 32x32"),
         (images(channels=1), {}, "3 channels, got 1"),
         (images()[0], {}, "3 dimensions"),
@@ -363,10 +388,16 @@ def test_torchscript(options):
 
 @pytest.mark.parametrize("options", [{}, *ABLATIONS], ids=str)
 def test_fx_tracing_is_bit_equal_and_scripts(options):
-    model = small(**options).eval()
-    traced = create_feature_extractor(model, ["head"])
+    # a width that the kernel for whole blocks takes
+    model = small(**options, embed_dim=32).eval()
+    traced = create_feature_extractor(model, ["head", "blocks.1"])
     x = images()
     assert torch.equal(traced(x)["head"], model(x))
+    with torch.inference_mode():
+        got = traced(x)
+        assert torch.equal(got["head"], model(x))
+        (want,) = model.forward_intermediates(x, indices=[1], output_fmt="NLC", intermediates_only=True)
+        assert torch.equal(got["blocks.1"], want)
     torch.testing.assert_close(torch.jit.script(traced)(x)["head"], model(x), rtol=1e-4, atol=1e-5)
 
 
