@@ -1,22 +1,101 @@
-"""Which implementation runs: Triton kernels on GPUs, C kernels on CPUs, plain PyTorch operations elsewhere."""
+"""Which implementation runs: Triton kernels on GPUs, C kernels on CPUs, plain PyTorch operations elsewhere.
+
+A backend is a row of TABLE: the devices and dtypes it takes, and a module for each operation that it has kernels for.
+Such a module has the functions of its operation's protocol in OPERATIONS, which take and return plain tensors: shapes,
+dtypes and devices are checked before. An operation without a module runs as plain PyTorch operations.
+"""
 
 import importlib
 import logging
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
+from typing import Protocol
 
 import torch
 from timm.layers import is_exportable, is_scriptable
 
 _logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "triton", "cpu", "torch")
 ENVIRONMENT = "HGRN_VISION_BACKEND"
-_DEVICES = {"triton": ("cuda",), "cpu": ("cpu",)}
-_DTYPES = {
-    "triton": (torch.float16, torch.bfloat16, torch.float32),
-    "cpu": (torch.bfloat16, torch.float32, torch.float64),
+Tensor = torch.Tensor
+
+
+class ScanKernels(Protocol):
+    """The scan that kernels/reference.py defines."""
+
+    @staticmethod
+    def states_shape(B: int, T: int, D: int, K: int) -> tuple[int, int, int, int]:
+        """Shape of the states that forward saves for backward."""
+
+    @staticmethod
+    def forward(x: Tensor, lower_bound: Tensor, theta: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The gated states (B, T, 2D) in the dtype of x, and the states for backward in the dtype of lower_bound."""
+
+    @staticmethod
+    def backward(
+        dout: Tensor, x: Tensor, lower_bound: Tensor, theta: Tensor, bias: Tensor | None, states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dx, dbias (empty without a bias), dlower_bound and dtheta."""
+
+
+class GluKernels(Protocol):
+    """SiLU(a) * v with [a | v] = x + bias, x (..., 2H)."""
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., H) in the dtype of x."""
+
+    @staticmethod
+    def backward(dout: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """dx and dbias (empty without a bias)."""
+
+
+class BlockKernels(Protocol):
+    """A residual block with an output gate and without dropout, in inference."""
+
+    @staticmethod
+    def is_faster(x: Tensor) -> bool:
+        """Whether forward can run for tokens x (B, T, D) here and beats the layers one by one."""
+
+    @staticmethod
+    def weights_of(block: torch.nn.Module, lower_bound: Tensor) -> dict[str, Tensor | None]:
+        """The weights that forward takes, by their path in the block; None for those that it lacks."""
+
+    @staticmethod
+    def fits(x: Tensor, weights: Mapping[str, Tensor]) -> bool:
+        """Whether the weights have the dtype and the shapes that tokens x need."""
+
+    @staticmethod
+    def forward(x: Tensor, weights: Mapping[str, Tensor], eps: tuple[float, float, float]) -> Tensor:
+        """The block's output, from the epsilons of norm1, of the mixer's norm and of norm2."""
+
+
+OPERATIONS = {"scan": ScanKernels, "glu": GluKernels, "block": BlockKernels}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend takes, and its modules in kernels/ by operation."""
+
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    modules: Mapping[str, str]
+
+
+TABLE = {
+    "triton": Backend(("cuda",), (torch.float16, torch.bfloat16, torch.float32), {"scan": "triton_scan"}),
+    "cpu": Backend(
+        ("cpu",),
+        (torch.bfloat16, torch.float32, torch.float64),
+        {"scan": "cpu_scan", "glu": "cpu_glu", "block": "cpu_block"},
+    ),
+    # plain operations take any device and dtype
+    "torch": Backend((), (), {}),
 }
+BACKENDS = ("auto", *TABLE)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _chosen: str | None = None
 
@@ -55,29 +134,39 @@ def _check_name(name: str, where: str) -> None:
         raise ValueError(f"{where}: backend must be one of {', '.join(BACKENDS)}, got {name!r}")
 
 
+def has_kernels(backend: str, operation: str) -> bool:
+    """Whether a backend has kernels of its own for an operation."""
+    return operation in TABLE[backend].modules
+
+
 @lru_cache
-def kernels(backend: str, operation: str = "scan"):
-    """The module of a backend's kernels for an operation, imported on first use."""
-    return importlib.import_module(f"hgrn_vision.kernels.{backend}_{operation}")
+def kernels(backend: str, operation: str) -> ModuleType:
+    """A backend's module for an operation, imported on first use."""
+    return importlib.import_module(f"hgrn_vision.kernels.{TABLE[backend].modules[operation]}")
 
 
 @lru_cache
 def unavailable(backend: str, dtype: torch.dtype = torch.float32) -> str | None:
-    """Why a backend cannot run on this machine, or None if it can; builds the CPU's kernels where that is to do."""
+    """Why a backend cannot run on this machine, or None if it can; builds the C kernels if they are not built yet."""
     try:
-        kernels(backend)
+        for operation in TABLE[backend].modules:
+            kernels(backend, operation)
     except ImportError as error:
         return str(error)
-    return kernels(backend, "library").unavailable(dtype) if backend == "cpu" else None
+    if backend == "cpu":
+        from .kernels import cpu_library
+
+        return cpu_library.unavailable(dtype)
+    return None
 
 
 def _unfit(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a backend cannot take such a tensor, or None if it can."""
     if backend == "torch" or device.type == "meta":
         return None
-    if device.type not in _DEVICES[backend] and not (backend == "triton" and _interpreted()):
+    if device.type not in TABLE[backend].devices and not (backend == "triton" and _interpreted()):
         return f"it has no kernels for {device.type} tensors"
-    if dtype not in _DTYPES[backend]:
+    if dtype not in TABLE[backend].dtypes:
         return f"it has no kernels for {dtype}"
     return unavailable(backend, dtype)
 
@@ -88,7 +177,7 @@ def _interpreted() -> bool:
 
 @lru_cache
 def choose(device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that 'auto' takes for such tensors; says so once."""
+    """The backend that 'auto' takes for such tensors; logs the choice once."""
     backend = {"cuda": "triton", "cpu": "cpu"}.get(device.type, "torch")
     reason = _unfit(backend, device, dtype)
     if reason:
@@ -98,17 +187,18 @@ def choose(device: torch.device, dtype: torch.dtype) -> str:
     return backend
 
 
-def resolve(x: torch.Tensor, name: str | None) -> str:
+def backend_for(x: torch.Tensor, name: str | None) -> str:
     """The backend to run for x: `name` if given, else the one that was set, else what 'auto' takes."""
     name = get_backend() if name is None else name
-    # what is scripted, traced or exported must hold plain operations
+    # a scripted, traced or exported model must consist of plain operations
     if name == "auto" and (is_scriptable() or is_exportable() or torch.jit.is_tracing()):
         return "torch"
-    return _resolve(name, x.device, x.dtype)
+    return _checked(name, x.device, x.dtype)
 
 
 @torch.compiler.assume_constant_result
-def _resolve(name: str, device: torch.device, dtype: torch.dtype) -> str:
+def _checked(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend of that name, which must be able to take such tensors."""
     if name == "auto":
         return choose(device, dtype)
     _check_name(name, "hgru_scan")
@@ -119,9 +209,9 @@ def _resolve(name: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def needs_dispatcher(*tensors: torch.Tensor | None) -> bool:
-    """Whether an operation on these tensors must be seen by autograd, a compiler, a tracer, a mode or a transform.
+    """Whether autograd, a compiler, a tracer, a mode or a transform must see an operation on these tensors.
 
-    If not, its kernel can be called at once: PyTorch's dispatcher costs as much as the scan of a small image.
+    If not, its kernel can be called directly: PyTorch's dispatcher costs as much as the scan of a small image.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
         return True

@@ -1,11 +1,11 @@
-"""The residual block, layer by layer, or as one call where nobody would notice."""
+"""The residual block: layer by layer, or as one kernel where that makes no visible difference."""
 
 import torch
 from timm.layers import DropPath, register_notrace_module
 from torch import nn
 from torch.nn.modules import module
 
-from .backend import needs_dispatcher, resolve
+from .backend import backend_for, has_kernels, kernels, needs_dispatcher
 from .layers import DeferredBiasLinear, Glu, Hgru, ResidualLinear
 
 
@@ -28,41 +28,40 @@ class Block(nn.Module):
         self.drops = proj_drop > 0 or drop_path > 0
 
     def forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
-        # asked of the dropouts themselves, which may be left on in evaluation to sample from a model
+        # not self.training: dropout layers may be left on in evaluation, to sample from a model
         if self.drops and (self.drop_path.training or self.mixer.proj_drop.training or self.mlp.proj_drop.training):
             x = x + self.drop_path(self.mixer(self.norm1(x), lower_bound))
             return x + self.drop_path(self.mlp(self.norm2(x)))
         if not torch.jit.is_scripting():
-            whole = self.forward_at_once(x, lower_bound)
-            if whole is not None:
-                return whole
-        # the same sums; the last product of each branch accumulates into the residual
+            out = self.fused_forward(x, lower_bound)
+            if out is not None:
+                return out
+        # the same sums; the last matmul of each branch accumulates into the residual
         x = self.mixer(self.norm1(x), lower_bound, x)
         return self.mlp(self.norm2(x), x)
 
     @torch.jit.unused
-    def forward_at_once(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor | None:
-        """The output from a kernel for the whole block, or None where the layers have to run one by one."""
+    def fused_forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor | None:
+        """The output from a kernel for the whole block, or None where the layers must run one by one."""
         if torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy) or needs_dispatcher(x):
             return None
-        if x.dim() != 3 or resolve(x, self.mixer.backend) != "cpu" or torch.is_autocast_enabled("cpu"):
+        if x.dim() != 3 or torch.is_autocast_enabled(x.device.type):
             return None
-        from .kernels import cpu_block
-
-        mixer, mlp = self.mixer, self.mlp
-        if not cpu_block.has_block(x) or not self.is_plain():
+        backend = backend_for(x, self.mixer.backend)
+        if not has_kernels(backend, "block"):
             return None
-        layers = self.norm1, mixer.in_proj, mixer.norm, mixer.out_proj, self.norm2, mlp.fc1, mlp.fc2
-        weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
-        weights[4:4] = lower_bound, mixer.theta
-        if any(weight is None or weight.device != x.device for weight in weights) or needs_dispatcher(*weights):
+        kernel = kernels(backend, "block")
+        if not kernel.is_faster(x) or not self.is_plain():
             return None
-        weights = cpu_block.BlockWeights(*weights)
-        eps = self.norm1.eps, mixer.norm.eps, self.norm2.eps
-        return cpu_block.block_forward(x, weights, eps) if cpu_block.fits(x, weights) else None
+        weights = kernel.weights_of(self, lower_bound)
+        if any(weight is None or weight.device != x.device for weight in weights.values()):
+            return None
+        if needs_dispatcher(*weights.values()) or not kernel.fits(x, weights):
+            return None
+        return kernel.forward(x, weights, (self.norm1.eps, self.mixer.norm.eps, self.norm2.eps))
 
     def is_plain(self) -> bool:
-        """Whether each layer is what it was built as, and nobody watches or replaces what it does."""
+        """Whether every layer is as it was built, without hooks and without a replaced forward."""
         mixer, mlp = self.mixer, self.mlp
         if type(mixer) is not Hgru or type(mlp) is not Glu or not mixer.output_gate or mixer.gate_after_norm:
             return False
@@ -73,8 +72,8 @@ class Block(nn.Module):
         if [type(linear) for linear in linears] != [DeferredBiasLinear, ResidualLinear] * 2:
             return False
         layers = mixer, mlp, *norms, *linears, mlp.act, mixer.proj_drop, mlp.proj_drop
-        watched = module._global_forward_hooks or module._global_forward_pre_hooks
-        # a wrapper may have put a forward of its own into an instance
-        return not watched and not any(
+        global_hooks = module._global_forward_hooks or module._global_forward_pre_hooks
+        # a wrapper may have replaced the forward of an instance
+        return not global_hooks and not any(
             layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer) for layer in layers
         )

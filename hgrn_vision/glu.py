@@ -1,10 +1,10 @@
-"""glu: the activation of the channel mixer as one operation, so that its bias and its two halves cross memory once."""
+"""glu: the activation of the channel mixer as one operation, which reads its input from memory once."""
 
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_function
 
-from .backend import kernels, needs_dispatcher, resolve
+from .backend import backend_for, has_kernels, kernels, needs_dispatcher
 
 
 @register_notrace_function
@@ -12,7 +12,7 @@ def glu(x: torch.Tensor, bias: torch.Tensor | None, backend: str | None = None) 
     """SiLU(a + bias_a) * (v + bias_v).
 
     Args:
-        x: pre-activations (..., 2H) = [a | v] without their bias.
+        x: pre-activations (..., 2H) = [a | v], without the bias.
         bias: (2H,).
         backend: as for hgru_scan.
 
@@ -24,9 +24,9 @@ def glu(x: torch.Tensor, bias: torch.Tensor | None, backend: str | None = None) 
     if x.shape[-1] % 2 or (bias is not None and bias.shape != x.shape[-1:]):
         got = None if bias is None else tuple(bias.shape)
         raise ValueError(f"glu: x must be (..., 2H) with a bias (2H,), got {tuple(x.shape)} with a bias {got}")
-    backend = resolve(x, backend)
-    # elsewhere there is no kernel of its own: a compiled model fuses the plain operations itself
-    if bias is None or backend != "cpu":
+    backend = backend_for(x, backend)
+    # on GPUs there is no kernel: a compiler fuses the plain operations
+    if bias is None or not has_kernels(backend, "glu"):
         return _plain(x, bias)
     return _glu(x, bias, backend) if needs_dispatcher(x, bias) else kernels(backend, "glu").forward(x, bias)
 

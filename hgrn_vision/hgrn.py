@@ -57,10 +57,10 @@ class HgrnDeit(nn.Module):
         patch_size: patch side, or (height, width).
         in_chans: channels of the image.
         num_classes: outputs of the head, 0 for none.
-        global_pool: 'avg', 'max', 'avgmax', or '' for none: the head then sees every token.
+        global_pool: 'avg', 'max', 'avgmax', or '' for none: the head is then applied to every token.
         embed_dim: width D.
         depth: number of blocks.
-        mlp_ratio: hidden width of the GLU over D.
+        mlp_ratio: hidden width of the GLU, as a multiple of D.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after each mixer and each GLU.
         drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
@@ -164,7 +164,7 @@ class HgrnDeit(nn.Module):
 
     @torch.jit.ignore
     def init_weights(self) -> None:
-        """Set every parameter to its initial value, as for a model that was created on the meta device."""
+        """Set every parameter to its initial value, for example after creation on the meta device."""
         if self.lower_bound is not None:
             nn.init.ones_(self.lower_bound)
         for module in self.modules():
@@ -173,12 +173,12 @@ class HgrnDeit(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Gamma and theta, which are no weights of a product."""
+        """Gamma and theta: they are not matmul weights."""
         return {name for name, _ in self.named_parameters() if name == "lower_bound" or name.endswith("mixer.theta")}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Parameter groups for layer decay; Gamma belongs to all blocks and goes with the stem."""
+        """Parameter groups for layer decay; Gamma is shared by all blocks and counts as part of the stem."""
         return dict(stem=r"^patch_embed|^lower_bound", blocks=[(r"^blocks\.(\d+)", None)])
 
     @torch.jit.ignore
@@ -191,7 +191,7 @@ class HgrnDeit(nn.Module):
 
     @torch.jit.ignore
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for `num_classes` classes, 0 for none, and another pooling if given."""
+        """Replace the head by a new one for `num_classes` classes, 0 for none, and the pooling if one is given."""
         if global_pool is not None:
             _check_choice("global_pool", global_pool, POOLS)
             self.global_pool = global_pool
@@ -204,7 +204,7 @@ class HgrnDeit(nn.Module):
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
-        """Another image size, another patch size (its projection is resampled), or both."""
+        """Change the image size, the patch size (the projection is resampled), or both."""
         self.patch_embed.set_input_size(None if img_size is None else to_2tuple(img_size), patch_size)
         for info in self.feature_info:
             info["reduction"] = self.patch_embed.feat_ratio()
@@ -217,7 +217,7 @@ class HgrnDeit(nn.Module):
 
     @torch.jit.ignore
     def recurrences(self, x: torch.Tensor) -> Iterator[Recurrence]:
-        """What each block's scan computes inside itself for images (B, C, H, W), one block after the other."""
+        """The intermediate values of each block's scan for images (B, C, H, W), one block after the other."""
         x = self.embed(x)
         for block, bound in zip(self.blocks, self.layer_bounds(), strict=False):
             yield block.mixer.recurrence(block.norm1(x), bound)
@@ -234,7 +234,7 @@ class HgrnDeit(nn.Module):
         check_image(
             x, self.in_chans, self.patch_embed.patch_size, self.patch_embed.img_size, self.dynamic_img_size, pad
         )
-        # contiguous: every later product and scan runs along a token's channels
+        # contiguous: every matmul and scan that follows runs along a token's channels
         return self.patch_embed(x).contiguous()
 
     def forward_intermediates(
@@ -253,7 +253,7 @@ class HgrnDeit(nn.Module):
             x: images (B, C, H, W).
             indices: the last n blocks if an int, all if None, else these blocks.
             norm: apply the final norm to every intermediate.
-            stop_early: run no block after the last one asked for.
+            stop_early: run no block after the last requested one.
             output_fmt: 'NCHW', maps of the grid of patches, padded ones included; or 'NLC', tokens.
             intermediates_only: return no final features.
             output_dict: return a dict with 'image_intermediates' and 'image_features'.
@@ -281,7 +281,7 @@ class HgrnDeit(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the blocks after the last one asked for; Gamma stays whole, so the others keep their lower bounds."""
+        """Drop the blocks after the last requested one; Gamma stays whole, so the others keep their lower bounds."""
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: max_index + 1]
         if prune_norm:
@@ -300,7 +300,7 @@ class HgrnDeit(nn.Module):
         x = self.embed(x)
         bounds = self.layer_bounds()
         for i, block in enumerate(self.blocks):
-            # a scripted module cannot be handed to a function
+            # TorchScript cannot pass a module to a function
             x = block(x, bounds[i]) if torch.jit.is_scripting() else self.run_block(block, x, bounds[i])
         return x
 
@@ -337,7 +337,7 @@ def check_image(
     dynamic_img_size: bool,
     dynamic_img_pad: bool,
 ) -> None:
-    """Refuse what the patch embedding cannot take; not traced, so that traced models stay free of shape checks."""
+    """Refuse what the patch embedding cannot take; not traced, so that traced models contain no shape checks."""
     if x.dim() != 4:
         raise ValueError(f"expected images of shape (B, {in_chans}, H, W), got a tensor with {x.dim()} dimensions")
     B, C, H, W = x.shape

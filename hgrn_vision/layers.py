@@ -17,14 +17,14 @@ LOWER_BOUNDS = ("increasing", "none", "independent", "decreasing")
 FORGET_GATES = ("full", "bound_only", "none")
 
 
-# functions that look at dtypes and shapes: symbolic tracing takes each as one step
+# these look at dtypes and shapes: symbolic tracing takes each as one step
 register_notrace_function(complex_scan)
 register_notrace_function(constant_angles)
 
 
 @register_notrace_function
 def lower_bounds(gamma: torch.Tensor, kind: str) -> torch.Tensor:
-    """Lower bound of each layer's forget gate, (depth, D), from the network's one parameter Gamma of that shape."""
+    """Lower bound of each layer's forget gate, (depth, D), from the network's parameter Gamma of that shape."""
     if gamma.dtype != torch.float64:
         gamma = gamma.float()
     if kind == "independent":
@@ -43,7 +43,7 @@ def zero_bounds(like: torch.Tensor, depth: int) -> torch.Tensor:
 
 
 def forget_gate(f: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decay of the state and factor of the input from the pre-activation f; they sum to 1."""
+    """The decay of the state from the pre-activation f, and 1 - decay."""
     # sigmoid(-f) rather than 1 - sigmoid(f), which cancels where the gate is open
     return lower_bound + (1 - lower_bound) * torch.sigmoid(f), (1 - lower_bound) * torch.sigmoid(-f)
 
@@ -67,14 +67,14 @@ class PaddedPatchEmbed(PatchEmbed):
 
 
 class DeferredBiasLinear(nn.Linear):
-    """A linear layer that leaves adding its bias to the operation that follows, which does it on the way."""
+    """A linear layer that leaves its bias to the operation that follows, which adds it without another pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
 
 
 class ResidualLinear(nn.Linear):
-    """A linear layer that can add its output to a residual on the way."""
+    """A linear layer that can accumulate its output into a residual."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if residual is None:
@@ -86,10 +86,10 @@ class ResidualLinear(nn.Linear):
 def add_linear(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """residual + x W^T + bias, where the product accumulates into residual + bias: one pass over memory, not three."""
+    """residual + x W^T + bias, where the matmul accumulates into residual + bias: one pass over memory, not three."""
     if torch.jit.is_scripting():
         return residual + F.linear(x, weight, bias)
-    # autocast would leave a product that is asked for in place in full precision
+    # autocast does not lower the precision of in-place matmuls
     if bias is None or x.is_meta or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return residual + F.linear(x, weight, bias)
     out = residual.flatten(0, -2) + bias
@@ -109,11 +109,11 @@ class RmsNorm(nn.Module):
 
 
 class Recurrence(NamedTuple):
-    """h_t = decay_t exp(i (angle_t - angle_(t-1))) h_(t-1) + keep_t c_t, from each end of the tokens."""
+    """h_t = decay_t exp(i (angle_t - angle_(t-1))) h_(t-1) + input_gate_t c_t, from either end of the tokens."""
 
     c: torch.Tensor  # real and imaginary parts, (B, T, 2, D)
     decay: torch.Tensor  # the forget gate, (B, T, D)
-    keep: torch.Tensor  # (B, T, D)
+    input_gate: torch.Tensor  # 1 - decay, or 1 in a model without input gate, (B, T, D)
     angles: torch.Tensor  # counted from where each direction starts, (K, 1 or B, T, D)
 
 
@@ -158,12 +158,12 @@ class Hgru(nn.Module):
         self.norm = norm_layer(2 * dim, **dd)
         self.out_proj = ResidualLinear(2 * dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
-        # a scripted or exported model holds plain operations only
+        # a scripted or exported model consists of plain operations
         self.backend: str | None = "torch" if is_scriptable() or is_exportable() else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Theta starts as the angles of rotary embeddings do (RoPE), the same in both directions."""
+        """Theta starts as the angles of rotary embeddings (RoPE), the same in both directions."""
         with torch.no_grad():
             if isinstance(self.theta, nn.Parameter):
                 j = torch.arange(self.dim, device=self.theta.device, dtype=torch.float64)
@@ -177,7 +177,7 @@ class Hgru(nn.Module):
         Args:
             x: tokens (B, T, D).
             lower_bound: this layer's, (D,), in float32 or float64.
-            residual: added to the output, which then sees no dropout.
+            residual: added to the output; there is no dropout then.
         """
         z = self.in_proj(x)  # (B, T, 5D), bias to come
         bias = self.in_proj.bias.to(lower_bound.dtype)
@@ -202,13 +202,13 @@ class Hgru(nn.Module):
         return self.proj_drop(x) if residual is None else x
 
     def recurrence(self, x: torch.Tensor, lower_bound: torch.Tensor) -> Recurrence:
-        """What the scan computes inside itself, for analysis; arguments as for forward."""
+        """The intermediate values of the scan, for analysis; arguments as for forward."""
         z = self.in_proj(x).to(lower_bound.dtype) + self.in_proj.bias.to(lower_bound.dtype)
         c = F.silu(z[..., : 2 * self.dim]).unflatten(-1, (2, self.dim))
         return Recurrence(c, *self.gates(z, lower_bound), self.angles(x, lower_bound))
 
     def gates(self, z: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decay of the state and factor of the input, each (B, T, D)."""
+        """Decay and input gate, each (B, T, D)."""
         return forget_gate(z[..., 2 * self.dim : 3 * self.dim], lower_bound)
 
     def angles(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
@@ -255,9 +255,9 @@ class AblatedHgru(Hgru):
     def forward(self, x: torch.Tensor, lower_bound: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         D = self.dim
         z = self.in_proj(x).to(lower_bound.dtype) + self.in_proj.bias.to(lower_bound.dtype)
-        decay, keep = self.gates(z, lower_bound)
+        decay, input_gate = self.gates(z, lower_bound)
         c = F.silu(z[..., : 2 * D]).unflatten(-1, (2, D))
-        h = complex_scan(decay, keep.unsqueeze(-2) * c, self.angles(x, lower_bound)).flatten(-2)
+        h = complex_scan(decay, input_gate.unsqueeze(-2) * c, self.angles(x, lower_bound)).flatten(-2)
         if self.output_gate and not self.gate_after_norm:
             h = h * torch.sigmoid(z[..., -2 * D :])
         h = self.norm(h.to(x.dtype))
@@ -268,15 +268,15 @@ class AblatedHgru(Hgru):
     def gates(self, z: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         D = self.dim
         if self.forget_gate == "full":
-            decay, keep = forget_gate(z[..., 2 * D : 3 * D], lower_bound)
+            decay, input_gate = forget_gate(z[..., 2 * D : 3 * D], lower_bound)
         else:
             decay = lower_bound.expand_as(z[..., :D])
             if self.forget_gate == "none":
                 decay = torch.ones_like(decay)
-            keep = 1 - decay
+            input_gate = 1 - decay
         if self.forget_gate == "none" or not self.input_gate:
-            keep = torch.ones_like(decay)
-        return decay, keep
+            input_gate = torch.ones_like(decay)
+        return decay, input_gate
 
     def angles(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
         if self.theta_proj is None:
@@ -310,7 +310,7 @@ class Glu(nn.Module):
         self.backend: str | None = "torch" if is_scriptable() or is_exportable() else None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Mix channels of x (B, T, D); a residual is added to the output, which then sees no dropout."""
+        """Mix channels of x (B, T, D); a residual is added to the output, and there is no dropout then."""
         z = self.fc1(x)  # (B, T, 2 * hidden), bias to come
         out = self.fc2(self.activate(z), residual) if torch.jit.is_scripting() else self.project(z, residual)
         return self.proj_drop(out) if residual is None else out
@@ -323,6 +323,6 @@ class Glu(nn.Module):
 
     @torch.jit.unused
     def project(self, z: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        product = self.activate(z)
-        with recomputed(product, partial(self.activate, z.detach())):
-            return self.fc2(product, residual)
+        hidden = self.activate(z)
+        with recomputed(hidden, partial(self.activate, z.detach())):
+            return self.fc2(hidden, residual)

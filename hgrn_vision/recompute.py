@@ -1,4 +1,4 @@
-"""Saving memory in training: autograd keeps the recipe of a tensor that is cheap to compute again, not the tensor."""
+"""Saving memory in training: tensors that are cheap to compute are not saved for backward but computed again."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,13 +7,13 @@ import torch
 
 
 def recomputed(tensor: torch.Tensor, function: Callable[[], torch.Tensor]) -> AbstractContextManager:
-    """Where autograd would save `tensor` inside this context, it saves `function`, which makes the tensor anew.
+    """Inside this context, autograd does not save `tensor` but calls `function` in backward to compute it again.
 
     Args:
-        tensor: what the operations inside take as their input.
-        function: gives the same values; called once in backward, without autograd.
+        tensor: input of the operations in the context.
+        function: returns the same values; called without autograd, once per use in backward.
     """
-    # a compiler decides itself what to keep, and a symbolic trace computes nothing
+    # a compiler decides for itself what to save, and a symbolic trace computes nothing
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or isinstance(tensor, torch.fx.Proxy):
         return nullcontext()
     pointer, numel = tensor.data_ptr(), tensor.numel()

@@ -3,7 +3,7 @@
 import torch
 from timm.layers import register_notrace_function
 
-from .backend import kernels, needs_dispatcher, resolve
+from .backend import backend_for, has_kernels, kernels, needs_dispatcher
 from .kernels import torch_scan
 
 
@@ -20,7 +20,7 @@ def hgru_scan(
     Args:
         x: pre-activations (B, T, 5D) = [c_re | c_im | f | g_re | g_im], or (B, T, 3D) without the output gate.
         lower_bound: lower bound of the forget gate, (D,), float32, or float64 when x is.
-        theta: rotation a step, (K, D), same dtype: K = 2 for both directions, K = 1 for first to last.
+        theta: rotation per token, (K, D), same dtype: K = 2 for both directions, K = 1 for first to last.
         bias: of the projection that made x, added here; same dtype as lower_bound.
         backend: 'triton', 'cpu', 'torch', or 'auto'; by default what `set_backend` chose.
 
@@ -30,12 +30,12 @@ def hgru_scan(
     if torch.jit.is_scripting():
         return torch_scan.hgru_scan(x, lower_bound, theta, bias)
     _check(x, lower_bound, theta, bias)
-    backend = resolve(x, backend)
-    if backend == "torch":
+    backend = backend_for(x, backend)
+    if not has_kernels(backend, "scan"):
         return torch_scan.hgru_scan(x, lower_bound, theta, bias)
     if needs_dispatcher(x, lower_bound, theta, bias):
         return _scan(x, lower_bound, theta, bias, backend)[0]
-    return kernels(backend).forward(x, lower_bound, theta, bias)[0]
+    return kernels(backend, "scan").forward(x, lower_bound, theta, bias)[0]
 
 
 def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -49,7 +49,9 @@ def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias
     if theta.dim() != 2 or theta.shape[0] not in (1, 2) or theta.shape[1] != D:
         raise ValueError(f"hgru_scan: theta must be (1, {D}) or (2, {D}), got {tuple(theta.shape)}")
     if bias is not None and bias.shape != x.shape[-1:]:
-        raise ValueError(f"hgru_scan: bias must be ({x.shape[-1]},) like the last side of x, got {tuple(bias.shape)}")
+        raise ValueError(
+            f"hgru_scan: bias must be ({x.shape[-1]},) like the last dimension of x, got {tuple(bias.shape)}"
+        )
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"hgru_scan: x must be a floating-point tensor, got {x.dtype}")
     state_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -62,20 +64,20 @@ def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias
             raise ValueError(f"hgru_scan: {name} is on {tensor.device}, x on {x.device}; move them to one device")
 
 
-# compilers keep their graphs on disk by this name: another layout of the states needs another one
+# compilers cache graphs on disk under this name: a new layout of the states needs a new name
 @torch.library.custom_op("hgrn_vision::scan", mutates_args=())
 def _scan(
     x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated states, and the states that enter each chunk of tokens, from which backward recomputes the rest."""
-    return kernels(backend).forward(x, lower_bound, theta, bias)
+    return kernels(backend, "scan").forward(x, lower_bound, theta, bias)
 
 
 @_scan.register_fake
 def _(x, lower_bound, theta, bias, backend):
     B, T, _ = x.shape
     K, D = theta.shape
-    return x.new_empty(B, T, 2 * D), lower_bound.new_empty(kernels(backend).states_shape(B, T, D, K))
+    return x.new_empty(B, T, 2 * D), lower_bound.new_empty(kernels(backend, "scan").states_shape(B, T, D, K))
 
 
 @torch.library.custom_op("hgrn_vision::scan_backward", mutates_args=())
@@ -88,7 +90,7 @@ def _scan_backward(
     states: torch.Tensor,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return kernels(backend).backward(dout, x, lower_bound, theta, bias, states)
+    return kernels(backend, "scan").backward(dout, x, lower_bound, theta, bias, states)
 
 
 @_scan_backward.register_fake

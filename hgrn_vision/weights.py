@@ -1,4 +1,4 @@
-"""Weights of other layouts into our models: the authors' released checkpoints, other patch sizes, other heads."""
+"""Loading weights of other layouts: the authors' released checkpoints, other patch sizes, other heads."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from timm.layers import resample_patch_embed
 from timm.models import adapt_input_conv, clean_state_dict, load_state_dict
 from torch import nn
 
-# where the tensors of a released block go; those that need more than a new name are in _convert_released
+# new names for the tensors of a released block; _convert_released handles those that need more than a name
 _RELEASED_NAMES = (
     (r"^layers\.(\d+)\.token_norm\.", r"blocks.\1.norm1."),
     (r"^layers\.(\d+)\.feature_norm\.", r"blocks.\1.norm2."),
@@ -21,7 +21,7 @@ _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors under our names and in the model's patch size, from any layout that we know."""
+    """A checkpoint's tensors under our names and for the model's patch size, from any known layout."""
     for wrapper in _WRAPPERS:
         if isinstance(state_dict.get(wrapper), dict):
             state_dict = state_dict[wrapper]
@@ -34,17 +34,17 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
         patch_size = model.patch_embed.patch_size
         state_dict["patch_embed.proj.weight"] = resample_patch_embed(weight, list(patch_size))
         if weight.shape[1] == model.in_chans and model.in_chans > 3:
-            # timm adapts from 3 channels only and would drop a projection that fits as it is
+            # timm adapts only from 3 channels and would drop a projection that already fits
             model.pretrained_cfg["first_conv"] = None
     return state_dict
 
 
 def _convert_released(released: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The layout of the authors' image models to ours; the numbers stay the same."""
+    """Convert the layout of the authors' image models to ours; the values stay the same."""
     released = dict(released)
     out = {}
     try:
-        # their bound is the sum of P over the layers below, ours leaves out the first layer: one row apart
+        # their bound sums P over all layers below, ours leaves out the first: the rows are off by one
         out["lower_bound"] = torch.roll(released.pop("lower_bounds"), 1, 0)
         weight = released.pop("to_patch_embedding.1.weight")  # (D, p * p * 3)
         patch = round((weight.shape[1] / 3) ** 0.5)
@@ -77,10 +77,10 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike, drop_head: bool =
     Args:
         model: an HGRN model from timm.create_model.
         path: the file.
-        drop_head: leave out a head whose number of classes differs from the model's.
+        drop_head: skip a head whose number of classes differs from the model's.
 
     Returns:
-        The names of the model's tensors that were left as they are: the dropped head's, or none.
+        The names of the model's tensors that were not loaded: those of a dropped head, or none.
     """
     path = os.fspath(path)
     state_dict = checkpoint_filter_fn(_read(path), model)

@@ -2,7 +2,7 @@
 
     python -m hgrn_vision.kernels.aot --target sm_80 gfx942 --dtype bf16
 
-Exit code 1 where a kernel needs more registers than its target's bar, spills, uses a stack or an atomic operation.
+Exit code 1 where a kernel needs more registers than its target's limit, spills, uses a stack or an atomic operation.
 Registers, spills, stack, shared memory and atomics are read from the compiled code. Loads, stores and bytes are counted
 in the compiled Triton IR, each times the trip count of its loop for a full chunk. Times are a model, not a measurement.
 """
@@ -24,20 +24,20 @@ from itertools import product
 import torch
 from tqdm import tqdm
 
-TARGETS = {  # name: backend, architecture, threads a warp
+TARGETS = {  # name: backend, architecture, threads per warp
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
     "gfx90a": ("hip", "gfx90a", 64),
 }
-REGISTERS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 176, "gfx90a": 176}  # at most, a thread
+REGISTERS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 176, "gfx90a": 176}  # at most, per thread
 COMPILE_SECONDS = 30
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IR_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 # the shapes of HGRN-Tiny and HGRN-Small, 16 x 16 tokens
 B, T, WIDTHS = 128, 256, {"tiny": 192, "small": 384}
-# peak bytes and bf16 operations a second, from NVIDIA's data sheets (SXM, 80 GB)
+# peak bytes and bf16 operations per second, from NVIDIA's data sheets (SXM, 80 GB)
 GPUS = {"A100": (2.04e12, 312e12), "H100": (3.35e12, 989e12)}
 
 
@@ -47,7 +47,7 @@ class Launch:
 
     kernel: str
     programs: int
-    channels_a_thread: int
+    channels_per_thread: int
     tensors: tuple[torch.dtype | None, ...]
     constants: tuple[tuple[str, int], ...]
 
@@ -58,7 +58,7 @@ class Launch:
 
 @dataclass
 class Report:
-    """What a kernel compiled for a target costs: counts a token and channel, CPU seconds unless it was cached."""
+    """What a kernel compiled for a target costs: counts per token and channel, CPU seconds unless it was cached."""
 
     target: str
     kernel: str
@@ -83,10 +83,10 @@ def record_launches(dtype: torch.dtype, fields: int, directions: int, D: int = W
 
     launches = []
 
-    def record(kernel, programs, channels_a_thread, *tensors, **constants):
+    def record(kernel, programs, channels_per_thread, *tensors, **constants):
         dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
         constants = tuple((name, value) for name, value in constants.items() if name != "T")
-        launches.append(Launch(kernel.__name__, programs, channels_a_thread, dtypes, constants))
+        launches.append(Launch(kernel.__name__, programs, channels_per_thread, dtypes, constants))
 
     run, triton_scan.launch = triton_scan.launch, record
     try:
@@ -122,7 +122,7 @@ def compile_launch(launch: Launch, target: str) -> Report:
             signature[name], attributes[(i,)] = IR_TYPES[launch.tensors[i]], known
     hits = []
     knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
-    options = {"num_warps": triton_scan.warps(lanes, launch.channels_a_thread), **triton_scan.OPTIONS}
+    options = {"num_warps": triton_scan.warps(lanes, launch.channels_per_thread), **triton_scan.OPTIONS}
     start = cpu_seconds()
     source = ASTSource(kernel, signature, constexprs, attributes)
     compiled = compile(source, target=GPUTarget(*TARGETS[target]), options=options)
@@ -145,7 +145,7 @@ def compile_launch(launch: Launch, target: str) -> Report:
 
 
 def cpu_seconds() -> float:
-    """Of this process and the assemblers it ran: unlike the clock on the wall, not slowed by others."""
+    """Of this process and the assemblers it ran: unlike wall-clock time, not affected by other processes."""
     return sum(os.times()[:4])
 
 
@@ -166,7 +166,7 @@ def read_cubin(asm: dict) -> dict[str, int]:
     return {
         "registers": int(registers),
         "stack": int(stack),
-        # nothing in the kernels has an address, so what is stored to local memory was spilled
+        # nothing in the kernels has an address, so every store to local memory is a spill
         "spills": len(re.findall(r"\bSTL\b", instructions)),
         "atomics": len(re.findall(r"\b(?:atom|red)\.", asm["ptx"])),
     }
@@ -187,7 +187,7 @@ def read_amdgcn(code: str) -> dict[str, int]:
 
 
 def memory_operations(ir: str) -> Iterator[tuple[str, str, int]]:
-    """The loads and stores of a kernel in Triton IR: operation, the kernel's argument it reaches, loop (0: none)."""
+    """The loads and stores of a kernel in Triton IR: operation, argument of the kernel, loop (0: none)."""
     root: dict[str, str] = {}
     loop, loops = 0, 0
     for line in ir.splitlines():
@@ -203,10 +203,10 @@ def memory_operations(ir: str) -> Iterator[tuple[str, str, int]]:
 
 
 def traffic(ir: str, launch: Launch, element_size: dict[str, int]) -> dict[str, float]:
-    """Loads and stores of a launch a token and channel, and the bytes of them that memory must serve.
+    """Loads and stores of a launch per token and channel, and the bytes of them that memory must serve.
 
-    The parameters, which all programs share, and the first sweep of an apply kernel, which reads what the second reads
-    again at once, are served by caches and count as loads but not as bytes.
+    Caches serve the parameters, which all programs share, and the first sweep of an apply kernel, which reads what the
+    second reads again soon after: these count as loads but not as bytes.
     """
     constants = dict(launch.constants)
     operations = list(memory_operations(ir))
@@ -226,7 +226,7 @@ def traffic(ir: str, launch: Launch, element_size: dict[str, int]) -> dict[str, 
 
 
 def judge(report: Report) -> None:
-    """Note the bars that a kernel fails."""
+    """Note the limits that a kernel exceeds."""
     if report.registers > REGISTERS[report.target]:
         report.failures.append(f"{report.registers} registers, at most {REGISTERS[report.target]}")
     for name in ("spills", "stack", "atomics"):
@@ -235,7 +235,7 @@ def judge(report: Report) -> None:
 
 
 def scan_bytes(reports: Sequence[Report]) -> list[dict]:
-    """Bytes a token and channel of a whole forward and backward, beside the least that any scan must move."""
+    """Bytes per token and channel of a whole forward and backward, and the least that any scan must move."""
     from . import triton_scan
 
     reports = [report for report in reports if report.target == reports[0].target]
@@ -266,27 +266,25 @@ def _variant(report: Report) -> tuple:
     return report.dtype, report.gate, report.directions
 
 
-def product_seconds(rows: int, inner: int, columns: int, bandwidth: float, operations: float) -> float:
-    """A matrix product in bf16 at the peak of what limits it."""
+def matmul_seconds(rows: int, inner: int, columns: int, bandwidth: float, operations: float) -> float:
+    """Time of a matmul in bf16 at the peak of what limits it."""
     moved = 2 * (rows * inner + inner * columns + rows * columns)
     return max(moved / bandwidth, 2 * rows * inner * columns / operations)
 
 
 def roofline(rows: Sequence[dict]) -> list[dict]:
-    """Predicted microseconds of the mixer's scan and of its two products, bf16, gated, both directions."""
+    """Predicted microseconds of the mixer's scan and of its two matmuls, bf16, gated, both directions."""
     moved = {row["step"]: row for row in rows if (row["dtype"], row["gate"], row["directions"]) == ("bf16", True, 2)}
     predictions = []
     for (gpu, peak), (size, D), step in product(GPUS.items(), WIDTHS.items(), moved):
-        products = 0.0
+        matmuls = 0.0
         for inner, columns in ((D, 5 * D), (2 * D, D)):
             if step == "forward":
-                products += product_seconds(B * T, inner, columns, *peak)
+                matmuls += matmul_seconds(B * T, inner, columns, *peak)
             else:
-                products += product_seconds(B * T, columns, inner, *peak) + product_seconds(
-                    inner, B * T, columns, *peak
-                )
+                matmuls += matmul_seconds(B * T, columns, inner, *peak) + matmul_seconds(inner, B * T, columns, *peak)
         scan, least = (1e6 * moved[step][name] * B * T * D / peak[0] for name in ("bytes", "least"))
-        predictions.append(dict(gpu=gpu, size=size, step=step, scan=scan, least=least, products=1e6 * products))
+        predictions.append(dict(gpu=gpu, size=size, step=step, scan=scan, least=least, matmuls=1e6 * matmuls))
     return predictions
 
 
@@ -315,13 +313,13 @@ def print_table(rows: Sequence[dict]) -> None:
 
 
 def print_reports(reports: Sequence[Report], moved: Sequence[dict], predictions: Sequence[dict]) -> None:
-    print(f"Compiled kernels, D={WIDTHS['tiny']}; loads, stores and bytes a token and channel, from the Triton IR")
+    print(f"Compiled kernels, D={WIDTHS['tiny']}; loads, stores and bytes per token and channel, from the Triton IR")
     print_table([{k: v for k, v in asdict(report).items() if k != "failures"} for report in reports])
-    print("\nBytes a token and channel, all kernels of a step, and the least any scan must move")
+    print("\nBytes per token and channel, all kernels of a step, and the least any scan must move")
     print_table(moved)
     if predictions:
         print(f"\nMODEL, not measured: microseconds at peak bandwidth or throughput, bf16, batch {B}, {T} tokens")
-        print("(scan: bytes as above; least: the same at the least bytes; products: both projections of the mixer)")
+        print("(scan: bytes as above; least: the same at the least bytes; matmuls: both projections of the mixer)")
         print_table(predictions)
 
 
@@ -339,8 +337,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 all bars hold, 1 a bar fails, 2 wrong arguments or no triton."""
-    # the interpreter would take the compiler's place
+    """Exit code: 0 within all limits, 1 a limit is exceeded, 2 wrong arguments or no triton."""
+    # triton would interpret the kernels instead of compiling them
     os.environ.pop("TRITON_INTERPRET", None)
     try:
         args = parse(argv)

@@ -3,10 +3,10 @@
  *   x = x + out_proj(norm(scan(in_proj(norm1(x)))))
  *   x = x + fc2(glu(fc1(norm2(x))))
  *
- * All but the scan works on one token at a time: a thread takes a slice of tokens from norm1 to the scan's first step,
- * and again from its last step to the end, and what it needs in between stays in its core's cache. Slices are whole
- * chunks of one image, or several small images. The products are those of the BLAS library that torch uses; if it is
- * MKL, weights are brought into the order in which it multiplies once and not for each slice. */
+ * Everything but the scan works on one token at a time: a thread takes a slice of tokens from norm1 to the scan's first
+ * step, and again from its last step to the end, so that intermediate results stay in its core's cache. A slice is
+ * whole chunks of one image, or several small images. The matmuls are those of the BLAS library that torch uses; if it
+ * is MKL, weights are packed for it once and not for each slice. */
 #include "cpu_scan.h"
 
 #include <math.h>
@@ -31,14 +31,12 @@ typedef struct {
     compute_function *compute;
 } blas;
 
-/* in the order of the launcher; weights of products are (out, in) */
+/* cpu_library.py lists the weights and their shapes, and has the compiler put in their names: *norm1_weight, ... */
 typedef struct {
-    const real *norm1_weight, *norm1_bias, *in_weight, *in_bias, *lower_bound, *theta;
-    const real *norm_weight, *norm_bias, *out_weight, *out_bias;
-    const real *norm2_weight, *norm2_bias, *fc1_weight, *fc1_bias, *fc2_weight, *fc2_bias;
+    const real BLOCK_WEIGHTS;
 } weights;
 
-/* a layer of products: weight (width, inner), and its packed form, or null if there is none */
+/* a linear layer: weight (width, inner), and its packed form, or null if there is none */
 typedef struct {
     const real *weight;
     real *packed;
@@ -50,38 +48,38 @@ enum { IN, OUT, FC1, FC2, LINEARS };
 typedef struct {
     const weights *w;
     const channels *c;
-    const blas *products;
+    const blas *library;
     linear linears[LINEARS];
     real eps1, eps, eps2;
     const real *x;
     real *out;
     int64_t B, H;      /* images, and hidden channels of the GLU */
     int64_t per_slice; /* chunks */
-    int64_t group;     /* images that go together, all tokens in one slice if more than one */
+    int64_t group;     /* images that are processed together; if more than one, all tokens are one slice */
     shape s;
 } block;
 
 /* what images need from their first step to their last, one image after the other: z (T, 5, D),
- * tokens (D / BLOCK, T), decays (chunks, D), states (chunks, 2K, D) */
+ * tokens (D / BD, T), decays (chunks, D), states (chunks, 2K, D) */
 typedef struct {
     real *z;
     token *tokens;
     real *decays, *states;
-} image_room;
+} image_buffers;
 
-static image_room image_room_at(real *room, int64_t group, shape s) {
-    real *tokens = room + group * s.T * 5 * s.D, *decays = tokens + group * s.T * 3 * s.D;
-    return (image_room){room, (token *)tokens, decays, decays + group * s.chunks * s.D};
+static image_buffers image_buffers_at(real *buffers, int64_t group, shape s) {
+    real *tokens = buffers + group * s.T * 5 * s.D, *decays = tokens + group * s.T * 3 * s.D;
+    return (image_buffers){buffers, (token *)tokens, decays, decays + group * s.chunks * s.D};
 }
 
-static image_room room_of_image(image_room r, int64_t g, shape s) {
-    return (image_room){r.z + g * s.T * 5 * s.D, r.tokens + g * s.D / BLOCK * s.T, r.decays + g * s.chunks * s.D,
+static image_buffers buffers_of_image(image_buffers r, int64_t g, shape s) {
+    return (image_buffers){r.z + g * s.T * 5 * s.D, r.tokens + g * s.D / BD * s.T, r.decays + g * s.chunks * s.D,
                         r.states + g * s.chunks * 2 * s.K * s.D};
 }
 
 static void pack(const block *f, const linear *by, int64_t n) {
     const real one = 1;
-    f->products->pack("A", "T", &by->width, &n, &by->inner, &one, by->weight, &by->inner, by->packed);
+    f->library->pack("A", "T", &by->width, &n, &by->inner, &one, by->weight, &by->inner, by->packed);
 }
 
 /* out (n, width) = x (n, inner) weight^T, or that added to out */
@@ -89,10 +87,10 @@ static void multiply(const block *f, real *out, const real *x, int which, int64_
     const linear *by = &f->linears[which];
     const real one = 1, factor = (real)add;
     if (by->packed)
-        f->products->compute("P", "N", &by->width, &n, &by->inner, by->packed, &by->inner, x, &by->inner, &factor, out,
-                             &by->width);
+        f->library->compute("P", "N", &by->width, &n, &by->inner, by->packed, &by->inner, x, &by->inner, &factor, out,
+                            &by->width);
     else
-        f->products->gemm("T", "N", &by->width, &n, &by->inner, &one, by->weight, &by->inner, x, &by->inner, &factor,
+        f->library->gemm("T", "N", &by->width, &n, &by->inner, &one, by->weight, &by->inner, x, &by->inner, &factor,
                           out, &by->width);
 }
 
@@ -130,54 +128,54 @@ static slice slice_of(const block *f, int64_t b, int64_t k) {
     return (slice){images, first, end, start, b * s.T + start, images * (stop - start)};
 }
 
-static void enter_slice(const block *f, int64_t b, int64_t k, image_room room, real *normed) {
+static void enter_slice(const block *f, int64_t b, int64_t k, image_buffers buffers, real *normed) {
     const shape s = f->s;
     const slice at = slice_of(f, b, k);
     normalize(normed, f->x + at.at * s.D, f->w->norm1_weight, f->w->norm1_bias, f->eps1, at.n, s.D);
-    multiply(f, room.z + at.start * 5 * s.D, normed, IN, at.n, 0);
+    multiply(f, buffers.z + at.start * 5 * s.D, normed, IN, at.n, 0);
     for (int64_t g = 0; g < at.images; g++) {
-        const image_room r = room_of_image(room, g, s);
-        for (int64_t d = 0; d < s.D; d += BLOCK)
+        const image_buffers r = buffers_of_image(buffers, g, s);
+        for (int64_t d = 0; d < s.D; d += BD)
             for (int64_t i = at.first; i < at.end; i++)
-                enter_chunk(r.tokens + d / BLOCK * s.T, r.decays + d, r.states + d, r.z + i * s.length * 5 * s.D + d,
-                            f->c + d / BLOCK, i, s);
+                enter_chunk(r.tokens + d / BD * s.T, r.decays + d, r.states + d, r.z + i * s.length * 5 * s.D + d,
+                            f->c + d / BD, i, s);
     }
 }
 
-/* room to work in: normed (rows, max(2D, H)), wide (rows, 2 max(D, H)) */
-static void leave_slice(const block *f, int64_t b, int64_t k, image_room room, real *normed, real *wide) {
+/* workspace: normed (rows, max(2D, H)), wide (rows, 2 max(D, H)) */
+static void leave_slice(const block *f, int64_t b, int64_t k, image_buffers buffers, real *normed, real *wide) {
     const shape s = f->s;
     const weights *w = f->w;
     const slice at = slice_of(f, b, k);
     real *out = f->out + at.at * s.D;
     for (int64_t g = 0; g < at.images; g++) {
-        const image_room r = room_of_image(room, g, s);
+        const image_buffers r = buffers_of_image(buffers, g, s);
         real *h = wide + g * s.T * 2 * s.D;
-        for (int64_t d = 0; d < s.D; d += BLOCK)
+        for (int64_t d = 0; d < s.D; d += BD)
             for (int64_t i = at.first; i < at.end; i++)
-                leave_chunk(h + (i - at.first) * s.length * 2 * s.D + d, r.tokens + d / BLOCK * s.T, r.states + d,
-                            r.z + i * s.length * 5 * s.D + d, f->c + d / BLOCK, i, s);
+                leave_chunk(h + (i - at.first) * s.length * 2 * s.D + d, r.tokens + d / BD * s.T, r.states + d,
+                            r.z + i * s.length * 5 * s.D + d, f->c + d / BD, i, s);
     }
-    normalize(normed, wide, w->norm_weight, w->norm_bias, f->eps, at.n, 2 * s.D);
+    normalize(normed, wide, w->mixer_norm_weight, w->mixer_norm_bias, f->eps, at.n, 2 * s.D);
     memcpy(out, f->x + at.at * s.D, at.n * s.D * sizeof *out);
-    add_bias(out, w->out_bias, at.n, s.D);
+    add_bias(out, w->mixer_out_proj_bias, at.n, s.D);
     multiply(f, out, normed, OUT, at.n, 1);
 
     normalize(normed, out, w->norm2_weight, w->norm2_bias, f->eps2, at.n, s.D);
-    add_bias(out, w->fc2_bias, at.n, s.D);
+    add_bias(out, w->mlp_fc2_bias, at.n, s.D);
     multiply(f, wide, normed, FC1, at.n, 0);
-    glu_rows(normed, wide, w->fc1_bias, at.n, f->H);
+    glu_rows(normed, wide, w->mlp_fc1_bias, at.n, f->H);
     multiply(f, out, normed, FC2, at.n, 1);
 }
 
-static void carry_image(const block *f, int64_t j, image_room r) {
-    carry_states(r.states + j * BLOCK, r.decays + j * BLOCK, f->c + j, f->s);
+static void carry_image(const block *f, int64_t j, image_buffers r) {
+    carry_states(r.states + j * BD, r.decays + j * BD, f->c + j, f->s);
 }
 
-/* x and out (B, T, D). Room to work in: c (D / BLOCK), `packed` with `per_linear`, or 0, for each of the products,
+/* x and out (B, T, D). Workspace: c (D / BD), `packed` with `per_linear`, or 0, for each of the linear layers,
  * `rows` with `per_thread` for each thread, `images` with `group` times `per_image` for each thread, or, if group is 0,
  * with `per_image` for each image: threads then share the slices of each. */
-void block_forward(const real *x, const weights *w, const blas *products, channels *c, real *packed, real *rows,
+void block_forward(const real *x, const weights *w, const blas *library, channels *c, real *packed, real *rows,
                    real *images, real *out, double eps1, double eps, double eps2, int64_t B, int64_t T, int64_t D,
                    int64_t H, int64_t K, int64_t length, int64_t per_slice, int64_t group, int64_t per_linear,
                    int64_t per_thread, int64_t per_image, int64_t threads) {
@@ -185,13 +183,13 @@ void block_forward(const real *x, const weights *w, const blas *products, channe
     block f = {
         .w = w,
         .c = c,
-        .products = products,
+        .library = library,
         .linears =
             {
-                [IN] = {w->in_weight, per_linear ? packed : 0, D, 5 * D},
-                [OUT] = {w->out_weight, per_linear ? packed + per_linear : 0, 2 * D, D},
-                [FC1] = {w->fc1_weight, per_linear ? packed + 2 * per_linear : 0, D, 2 * H},
-                [FC2] = {w->fc2_weight, per_linear ? packed + 3 * per_linear : 0, H, D},
+                [IN] = {w->mixer_in_proj_weight, per_linear ? packed : 0, D, 5 * D},
+                [OUT] = {w->mixer_out_proj_weight, per_linear ? packed + per_linear : 0, 2 * D, D},
+                [FC1] = {w->mlp_fc1_weight, per_linear ? packed + 2 * per_linear : 0, D, 2 * H},
+                [FC2] = {w->mlp_fc2_weight, per_linear ? packed + 3 * per_linear : 0, H, D},
             },
         .eps1 = (real)eps1,
         .eps = (real)eps,
@@ -204,37 +202,38 @@ void block_forward(const real *x, const weights *w, const blas *products, channe
         .group = group ? group : 1,
         .s = s,
     };
-    const int64_t blocks = D / BLOCK, slices = (s.chunks + per_slice - 1) / per_slice;
+    const int64_t channel_blocks = D / BD, slices = (s.chunks + per_slice - 1) / per_slice;
     #pragma omp parallel num_threads(threads)
     {
-        make_channels(c, w->lower_bound, w->theta, w->in_bias, s);
+        make_channels(c, w->lower_bound, w->mixer_theta, w->mixer_in_proj_bias, s);
         #pragma omp for schedule(dynamic)
         for (int i = 0; i < (per_linear ? LINEARS : 0); i++) pack(&f, &f.linears[i], per_slice * length * f.group);
         real *normed = rows + thread_number() * per_thread;
         real *wide = normed + per_slice * length * f.group * (2 * D > H ? 2 * D : H);
         if (group) {
-            const image_room room = image_room_at(images + thread_number() * group * per_image, group, s);
+            const image_buffers buffers = image_buffers_at(images + thread_number() * group * per_image, group, s);
             #pragma omp for schedule(dynamic)
             for (int64_t b = 0; b < B; b += group) {
-                for (int64_t k = 0; k < slices; k++) enter_slice(&f, b, k, room, normed);
+                for (int64_t k = 0; k < slices; k++) enter_slice(&f, b, k, buffers, normed);
                 for (int64_t g = 0; g < slice_of(&f, b, 0).images; g++)
-                    for (int64_t j = 0; j < blocks; j++) carry_image(&f, j, room_of_image(room, g, s));
-                for (int64_t k = 0; k < slices; k++) leave_slice(&f, b, k, room, normed, wide);
+                    for (int64_t j = 0; j < channel_blocks; j++) carry_image(&f, j, buffers_of_image(buffers, g, s));
+                for (int64_t k = 0; k < slices; k++) leave_slice(&f, b, k, buffers, normed, wide);
             }
         } else {
-            /* not dynamic: a thread finds in its cache what it made of the same slices before */
+            /* not dynamic: a thread finds the same slices in its cache in the next loop */
             #pragma omp for schedule(static)
             for (int64_t unit = 0; unit < B * slices; unit++) {
                 const int64_t b = unit / slices;
-                enter_slice(&f, b, unit % slices, image_room_at(images + b * per_image, 1, s), normed);
+                enter_slice(&f, b, unit % slices, image_buffers_at(images + b * per_image, 1, s), normed);
             }
             #pragma omp for
-            for (int64_t unit = 0; unit < B * blocks; unit++)
-                carry_image(&f, unit % blocks, image_room_at(images + unit / blocks * per_image, 1, s));
+            for (int64_t unit = 0; unit < B * channel_blocks; unit++)
+                carry_image(&f, unit % channel_blocks,
+                            image_buffers_at(images + unit / channel_blocks * per_image, 1, s));
             #pragma omp for schedule(static)
             for (int64_t unit = 0; unit < B * slices; unit++) {
                 const int64_t b = unit / slices;
-                leave_slice(&f, b, unit % slices, image_room_at(images + b * per_image, 1, s), normed, wide);
+                leave_slice(&f, b, unit % slices, image_buffers_at(images + b * per_image, 1, s), normed, wide);
             }
         }
     }

@@ -1,97 +1,88 @@
-"""Launcher of the CPU kernel for whole blocks in inference (cpu_block.c), and the matrix products it is given."""
+"""Launcher of the CPU kernel for whole blocks in inference (cpu_block.c), which calls the matmuls of torch's BLAS."""
 
 import ctypes
 import functools
 import threading
+from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from .cpu_library import BLOCK, call
-from .cpu_scan import channels_room, chunk_length
+from .cpu_library import BD, BLOCK_WEIGHTS, block_weight_shapes, call
+from .cpu_scan import channels_buffer, chunk_length
 
-# tokens that a thread takes through a block at once: fewer make the products slower, more leave the cache
+# tokens that a thread takes through a block at once: with fewer, matmuls are slower; more do not stay in cache
 SLICE = 512
-# bytes of memory to work in that a thread holds on to between blocks, at most
+# bytes of workspace that a thread keeps between blocks, at most
 KEPT = 2**28
 _kept = threading.local()
-PRODUCTS = {torch.float32: "sgemm_", torch.float64: "dgemm_"}  # in the Fortran interface of BLAS
+GEMM = {torch.float32: "sgemm_", torch.float64: "dgemm_"}  # in the Fortran interface of BLAS
+_GETTERS = {path: attrgetter(path) for path in BLOCK_WEIGHTS if path != "lower_bound"}
 
 
-class BlockWeights(NamedTuple):
-    """The weights of a block in the order of the C kernel; those of products are (out, in)."""
-
-    norm1_weight: torch.Tensor
-    norm1_bias: torch.Tensor
-    in_weight: torch.Tensor
-    in_bias: torch.Tensor
-    lower_bound: torch.Tensor
-    theta: torch.Tensor
-    norm_weight: torch.Tensor
-    norm_bias: torch.Tensor
-    out_weight: torch.Tensor
-    out_bias: torch.Tensor
-    norm2_weight: torch.Tensor
-    norm2_bias: torch.Tensor
-    fc1_weight: torch.Tensor
-    fc1_bias: torch.Tensor
-    fc2_weight: torch.Tensor
-    fc2_bias: torch.Tensor
-
-
-def fits(x: torch.Tensor, weights: BlockWeights) -> bool:
-    """Whether the weights have the dtype and the shapes that tokens x (B, T, D) need; the kernel trusts them."""
-    D, H, K = x.shape[-1], weights.fc2_weight.shape[-1], weights.theta.shape[0]
-    shapes = [(D,), (D,), (5 * D, D), (5 * D,), (D,), (K, D), (2 * D,), (2 * D,), (D, 2 * D), (D,)]
-    shapes += [(D,), (D,), (2 * H, D), (2 * H,), (D, H), (D,)]
-    return K in (1, 2) and all(w.shape == s and w.dtype == x.dtype for w, s in zip(weights, shapes, strict=True))
-
-
-def has_block(x: torch.Tensor) -> bool:
-    """Whether block_forward can run for such tokens x (B, T, D) here, and is faster than the layers one by one."""
+def is_faster(x: torch.Tensor) -> bool:
+    """Whether forward can run for tokens x (B, T, D) here and beats the layers one by one."""
     B, T, D = x.shape
     # each thread reads all weights, which for wide layers takes longer than the work on few tokens
-    if D % BLOCK or x.dtype not in PRODUCTS or (D > 256 and torch.get_num_threads() * 64 > B * T):
+    if D % BD or x.dtype not in GEMM or (D > 256 and torch.get_num_threads() * 64 > B * T):
         return False
-    return B * T > 0 and _products(x.dtype) is not None
+    return B * T > 0 and _blas(x.dtype) is not None
 
 
-def block_forward(x: torch.Tensor, weights: BlockWeights, eps: tuple[float, float, float]) -> torch.Tensor:
-    """A block of x (B, T, D) with an output gate, a hidden layer of any width, and the epsilons of its three norms."""
-    x, weights = x.contiguous(), BlockWeights(*[weight.contiguous() for weight in weights])
+def weights_of(block: torch.nn.Module, lower_bound: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """The weights that forward takes, by their path in the block; None for those that it lacks."""
+    found = {path: get(block) for path, get in _GETTERS.items()}
+    return {path: found.get(path, lower_bound) for path in BLOCK_WEIGHTS}
+
+
+def fits(x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the weights have the dtype and the shapes that tokens x (B, T, D) need; the kernel does not check."""
+    D, H, K = _sizes(x, weights)
+    shapes = block_weight_shapes(D, H, K)
+    return K in (1, 2) and all(w.shape == shapes[path] and w.dtype == x.dtype for path, w in weights.items())
+
+
+def forward(x: torch.Tensor, weights: Mapping[str, torch.Tensor], eps: tuple[float, float, float]) -> torch.Tensor:
+    """The block's output for tokens x (B, T, D), from the epsilons of norm1, of the mixer's norm and of norm2."""
+    x, weights = x.contiguous(), {path: weight.contiguous() for path, weight in weights.items()}
     shares = [_Share(x, weights, *share) for share in _shares(*x.shape[:2], torch.get_num_threads())]
-    room = _room(max(sum(share.rooms) for share in shares), x.dtype)
+    workspace = _workspace(max(sum(share.buffers) for share in shares), x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype)
     start = 0
     for share in shares:
-        share.run(out[start:], x[start:], weights, eps, room)
+        share.run(out[start:], x[start:], weights, eps, workspace)
         start += share.images
     return out
 
 
-def _room(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory to work in; this thread's next block finds it mapped and in cache, unless it is large."""
-    room = getattr(_kept, "room", None)
-    if room is None or room.dtype != dtype or room.numel() < size:
-        room = torch.empty(size, dtype=dtype)
-        _kept.room = room if room.nbytes <= KEPT else None
-    return room
+def _sizes(x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> tuple[int, int, int]:
+    """Channels D, hidden channels H and directions K."""
+    return x.shape[-1], weights["mlp.fc2.weight"].shape[-1], weights["mixer.theta"].shape[0]
+
+
+def _workspace(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory to work in; unless it is large, this thread's next block finds it mapped and in cache."""
+    workspace = getattr(_kept, "workspace", None)
+    if workspace is None or workspace.dtype != dtype or workspace.numel() < size:
+        workspace = torch.empty(size, dtype=dtype)
+        _kept.workspace = workspace if workspace.nbytes <= KEPT else None
+    return workspace
 
 
 def release_memory() -> None:
-    """Give back the memory that this thread has kept for its next block."""
-    _kept.room = None
+    """Free the memory that this thread has kept for its next block."""
+    _kept.workspace = None
 
 
 def _shares(B: int, T: int, threads: int) -> list[tuple[int, int, int]]:
-    """How a batch is shared out: images, how many a thread takes at once, 0 if all share each, and its slices."""
-    # small images go together, so that a product has enough rows, but no thread is left without
+    """How a batch is split: images, how many a thread takes at once (0 if all threads share each), slices per image."""
+    # small images go together, so that a matmul has enough rows, but no thread is left idle
     most = max(1, SLICE // 2 // T)
     group = -(-B // (threads * -(-B // (threads * most))))
     units = -(-B // group)
     slices = -(-T // SLICE)
-    # whole images are faster, as nobody waits for others in between, but only where they go round
+    # whole images are faster, as no thread waits for others in between, but only if they divide evenly
     if -(-units // threads) * threads <= 1.1 * units:
         return [(B, group, slices)]
     shares = [(B - B % threads, 1, slices), (B % threads, 0, -(-slices // threads) * threads)]
@@ -99,43 +90,50 @@ def _shares(B: int, T: int, threads: int) -> list[tuple[int, int, int]]:
 
 
 class _Share:
-    """Images of a batch that one call of the kernel takes."""
+    """Images of a batch that go to one call of the kernel."""
 
-    def __init__(self, x: torch.Tensor, weights: BlockWeights, images: int, group: int, slices: int):
-        T, D = x.shape[1:]
-        H, K, length = weights.fc2_weight.shape[1], weights.theta.shape[0], chunk_length(T)
-        # all of them also for few tokens: in a team of one, the products would start threads of their own
+    def __init__(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], images: int, group: int, slices: int):
+        T, (D, H, K) = x.shape[1], _sizes(x, weights)
+        length = chunk_length(T)
+        # all threads even for few tokens: in a team of one, the matmuls would start threads of their own
         threads, chunks = torch.get_num_threads(), -(-T // length)
         per_slice = -(-chunks // min(slices, chunks))
         rows = per_slice * length * max(group, 1)
-        # for few products it is quicker to let each pack its weight by itself
+        # for few matmuls it is quicker to let each pack its own weight
         packs = images * slices >= 4 * threads * max(group, 1)
         per_linear = _packed_size(x.dtype, D, H, rows) if packs else 0
         per_thread = rows * (max(2 * D, H) + 2 * max(D, H))
         per_image = 8 * T * D + chunks * (1 + 2 * K) * D
         self.images = images
-        self.rooms = 4 * per_linear, threads * per_thread, (threads * group or images) * per_image
+        self.buffers = 4 * per_linear, threads * per_thread, (threads * group or images) * per_image
         self.sizes = images, T, D, H, K, length, per_slice, group, per_linear, per_thread, per_image, threads
 
-    def run(self, out: torch.Tensor, x: torch.Tensor, weights: BlockWeights, eps, room: torch.Tensor) -> None:
-        pointers = (ctypes.c_void_p * len(weights))(*[weight.data_ptr() for weight in weights])
-        rooms = room[: sum(self.rooms)].split(self.rooms)
-        tensors = x, pointers, _products(x.dtype), channels_room(weights.lower_bound), *rooms, out
+    def run(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
+        eps: tuple[float, float, float],
+        workspace: torch.Tensor,
+    ) -> None:
+        pointers = (ctypes.c_void_p * len(weights))(*[weights[path].data_ptr() for path in BLOCK_WEIGHTS])
+        buffers = workspace[: sum(self.buffers)].split(self.buffers)
+        tensors = x, pointers, _blas(x.dtype), channels_buffer(weights["lower_bound"]), *buffers, out
         call("block_forward", x, *tensors, *eps, *self.sizes)
 
 
-class Products(ctypes.Structure):
-    """The matrix products of the BLAS library that torch uses; the last three are MKL's, or null."""
+class Blas(ctypes.Structure):
+    """The matmuls of the BLAS library that torch uses; the last three are MKL's, or null."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("gemm", "pack", "compute", "packed_size")]
 
 
 @functools.cache
-def _products(dtype: torch.dtype) -> Products | None:
-    """The library's products, or None where they cannot be found or used."""
+def _blas(dtype: torch.dtype) -> Blas | None:
+    """The library's matmuls, or None where they cannot be found or do not work."""
     try:
         library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
-        gemm = getattr(library, PRODUCTS[dtype])
+        gemm = getattr(library, GEMM[dtype])
     except (StopIteration, OSError, AttributeError):
         return None
     a, b = torch.arange(15, dtype=dtype).view(5, 3), torch.arange(12, dtype=dtype).view(4, 3)
@@ -144,20 +142,20 @@ def _products(dtype: torch.dtype) -> Products | None:
     n, m, k = (ctypes.byref(ctypes.c_int64(size)) for size in (4, 5, 3))
     p_a, p_b, p_got = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, b, got))
     gemm(b"T", b"N", n, m, k, one, p_b, k, p_a, k, one, p_got, n)
-    if not torch.equal(got, a @ b.t() + 1):  # whole numbers: every library gives the same
+    if not torch.equal(got, a @ b.t() + 1):  # small integers: exact in every library
         return None
-    names = [PRODUCTS[dtype] + name for name in ("pack_", "compute_", "pack_get_size_")]
+    names = [GEMM[dtype] + name for name in ("pack_", "compute_", "pack_get_size_")]
     packing = [getattr(library, name, None) for name in names]
-    return Products(*[ctypes.cast(function, ctypes.c_void_p) for function in [gemm, *packing * all(packing)]])
+    return Blas(*[ctypes.cast(function, ctypes.c_void_p) for function in [gemm, *packing * all(packing)]])
 
 
 @functools.cache
 def _packed_size(dtype: torch.dtype, D: int, H: int, n: int) -> int:
-    """Elements of the largest packed weight of a block for products of n tokens."""
-    address = _products(dtype).packed_size
+    """Elements of the largest packed weight of a block for matmuls of n tokens."""
+    address = _blas(dtype).packed_size
     if not address:
         return 0
     size = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_char_p, *[ctypes.POINTER(ctypes.c_int64)] * 3)(address)
-    shapes = (5 * D, D), (D, 2 * D), (2 * H, D), (D, H)
-    bytes_needed = max(size(b"A", *[ctypes.c_int64(side) for side in (width, n, k)]) for width, k in shapes)
+    matrices = [shape for path, shape in block_weight_shapes(D, H, 1).items() if path.endswith(".weight") and shape[1:]]
+    bytes_needed = max(size(b"A", *[ctypes.c_int64(side) for side in (width, n, k)]) for width, k in matrices)
     return -(-bytes_needed // 64) * 64 // dtype.itemsize  # whole cache lines

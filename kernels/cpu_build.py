@@ -1,7 +1,7 @@
 """Compiling C files on first use, with the system's compiler, into the user's cache folder.
 
-A library is found again by its sources, its flags, the compiler and the CPU. It is written in one step, so that many
-processes may start at once, into a folder that only the user can write to, and is built anew where its file is broken.
+A library is identified by its sources, its flags, the compiler and the CPU. It is written atomically, so that many
+processes may start at once, into a folder that only the user can write to, and is rebuilt if its file is broken.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ class BuildError(RuntimeError):
 
 
 def find_or_build(sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str]) -> ctypes.CDLL:
-    """The library of these C files; raises BuildError or OSError where it is not there and cannot be built."""
+    """The library of these C files; raises BuildError or OSError if it does not exist and cannot be built."""
     command, version = compiler()
     runtime = _openmp_runtime()
     identity = "\n".join([*flags, *command, version, str(runtime), _cpu()])
@@ -32,18 +32,18 @@ def find_or_build(sources: Sequence[Path], headers: Sequence[Path], flags: Seque
     key = hashlib.sha256(b"\0".join([identity.encode(), *code])).hexdigest()[:16]
     folder = cache_folder()
     for path in sorted(folder.glob(f"{key}-*.so")) if folder else ():
-        # a truncated library can kill the process that loads it: look before
+        # a truncated library can kill the process that loads it: check first
         if path.stem == f"{key}-{_checksum(path)}":
             return ctypes.CDLL(str(path))
         path.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="hgrn_vision-") as work:
         library = _build(Path(work), sources, flags, command, runtime)
-        # once loaded it stays in memory, also when its file is gone
+        # once loaded it stays in memory, even after its file is gone
         return ctypes.CDLL(str(_keep(library, folder, key)))
 
 
 def _build(work: Path, sources: Sequence[Path], flags: Sequence[str], compiler: list[str], runtime: str | None) -> Path:
-    """Compile and link in a folder of our own: with OpenMP and for this CPU, or with less where that fails."""
+    """Compile and link in the folder `work`: with OpenMP and for this CPU, or without where that fails."""
     objects = [str(work / f"{path.stem}.o") for path in sources]
     library = work / "kernels.so"
     attempts = [(["-march=native"], None), ([], None)]
@@ -53,8 +53,8 @@ def _build(work: Path, sources: Sequence[Path], flags: Sequence[str], compiler: 
     for extra, linked in attempts:
         start = [*compiler, *flags, *extra, "-c"]
         compiles = [[*start, str(path), "-o", target] for path, target in zip(sources, objects, strict=True)]
-        # named by its path, so that it is torch's runtime and no second one that is linked; not finding all of
-        # OpenMP there is an error here and not when the library is loaded
+        # by its path, so that torch's own runtime is linked and not a second one; if it lacks a part of OpenMP, that
+        # is an error here and not when the library is loaded
         openmp = [linked, "-Wl,--no-undefined", "-lc"] if linked else []
         try:
             for command in [*compiles, [*compiler, "-shared", "-o", str(library), *objects, "-lm", *openmp]]:
@@ -66,7 +66,7 @@ def _build(work: Path, sources: Sequence[Path], flags: Sequence[str], compiler: 
 
 
 def _run(command: list[str]) -> str:
-    """Run a compiler and return what it printed; what goes wrong becomes a BuildError with its first error line."""
+    """Run a compiler and return its output; a failure is a BuildError with the first error line."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -79,7 +79,7 @@ def _run(command: list[str]) -> str:
 
 
 def compiler() -> tuple[list[str], str]:
-    """The C compiler's command, from CC or the usual names, and what it says about its version."""
+    """The C compiler's command, from CC or the usual names, and the version that it reports."""
     asked = shlex.split(os.environ.get("CC", ""))
     if asked:
         return asked, _run([*asked, "--version"])
@@ -111,12 +111,12 @@ def _cpu() -> str:
 
 
 def cache_folder() -> Path | None:
-    """A folder that only this user can write to, or None where there is none to be had."""
+    """A folder that only this user can write to, or None if there is none."""
     asked = os.environ.get("XDG_CACHE_HOME", "")
     try:
         folder = (Path(asked) if os.path.isabs(asked) else Path.home() / ".cache") / "hgrn_vision"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # what lies in someone else's folder is not ours to run
+        # never run what another user may have put there
         if folder.stat().st_uid != os.getuid():
             return None
         folder.chmod(0o700)
@@ -130,7 +130,7 @@ def _checksum(path: Path) -> str:
 
 
 def _keep(library: Path, folder: Path | None, key: str) -> Path:
-    """Move the library into the cache folder in one step, or leave it where it is if that cannot be."""
+    """Move the library into the cache folder atomically, or leave it where it is if that fails."""
     if folder is None:
         return library
     try:

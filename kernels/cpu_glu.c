@@ -1,7 +1,7 @@
 /* The activation of the gated linear unit on CPUs, SiLU(a) * v, forward and backward; cpu_glu.py launches it.
  *
- * A row of x is [a | v], both of H channels and still without their bias. A unit of work is ROWS rows, however many
- * threads there are, and sums are taken in the order of rows: the number of threads does not change a bit. */
+ * A row of x is [a | v], both of H channels and without the bias. A unit of work is ROWS rows, and sums are taken in the
+ * order of rows: results are the same to the last bit for any number of threads. */
 #include "cpu_glu.h"
 
 enum { COLUMNS = 64 };
@@ -42,7 +42,7 @@ static void backward_row(const elem *restrict dout, const elem *restrict a, cons
     }
 }
 
-/* dout (N, H), dx like x, dbias (2H); partial (units, 2H) is room to work in */
+/* dout (N, H), dx like x, dbias (2H); partial (units, 2H) is workspace */
 void glu_backward(const elem *dout, const elem *x, const real *bias, real *partial, elem *dx, real *dbias, int64_t N,
                   int64_t H, int64_t threads) {
     const int64_t units = (N + ROWS - 1) / ROWS;

@@ -1,6 +1,6 @@
 """Launchers of the fused CPU kernels for the GLU's activation (cpu_glu.c).
 
-Functions here take and return plain tensors: dtypes, shapes and devices are the caller's to check.
+Functions here take and return plain tensors: dtypes, shapes and devices are checked by the caller.
 """
 
 import torch

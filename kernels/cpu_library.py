@@ -1,4 +1,4 @@
-"""The fused CPU kernels as a library: plain C (cpu_*.c), compiled on first use, once for each dtype, called by ctypes.
+"""The fused CPU kernels as a library: plain C (cpu_*.c), compiled on first use, once per dtype, and called by ctypes.
 
 The kernels share the OpenMP runtime that torch has loaded; results do not depend on the number of threads.
 """
@@ -12,22 +12,51 @@ import torch
 
 from .cpu_build import BuildError, find_or_build
 
-# channels that go together: two vectors of AVX-512
-BLOCK = 32
-# tokens of a chunk, at most; states are saved between chunks, and computed again inside them in backward
+# channels that are processed together: two vectors of AVX-512
+BD = 32
+# tokens per chunk, at most; states are saved between chunks, and computed again inside them in backward
 CHUNK = 32
-# rows of a work unit of the GLU
+# rows per work unit of the GLU
 ROWS = 16
 
 DTYPES = {torch.float32: "HGRN_F32", torch.float64: "HGRN_F64", torch.bfloat16: "HGRN_BF16"}
 FOLDER = Path(__file__).resolve().parent
-# of each function: pointers, reals, then integers
+# the arguments of each function: so many pointers, then reals, then integers
 ARGUMENTS = {
     "cpu_scan_forward.c": {"scan_forward": (9, 0, 7)},
     "cpu_scan_backward.c": {"scan_backward": (12, 0, 7)},
     "cpu_glu.c": {"glu_forward": (3, 0, 3), "glu_backward": (6, 0, 3)},
     "cpu_block.c": {"block_forward": (8, 3, 12)},
 }
+
+
+def block_weight_shapes(D: int, H: int, K: int) -> dict[str, tuple[int, ...]]:
+    """The weights of a block, by their path in it, and their shapes for D channels, H hidden ones and K directions.
+
+    The one list of them: the struct that the C kernel receives is made from it, with underscores for dots. Only the
+    lower bound is no attribute of the block but an argument of its forward.
+    """
+    return {
+        "norm1.weight": (D,),
+        "norm1.bias": (D,),
+        "mixer.in_proj.weight": (5 * D, D),
+        "mixer.in_proj.bias": (5 * D,),
+        "lower_bound": (D,),
+        "mixer.theta": (K, D),
+        "mixer.norm.weight": (2 * D,),
+        "mixer.norm.bias": (2 * D,),
+        "mixer.out_proj.weight": (D, 2 * D),
+        "mixer.out_proj.bias": (D,),
+        "norm2.weight": (D,),
+        "norm2.bias": (D,),
+        "mlp.fc1.weight": (2 * H, D),
+        "mlp.fc1.bias": (2 * H,),
+        "mlp.fc2.weight": (D, H),
+        "mlp.fc2.bias": (D,),
+    }
+
+
+BLOCK_WEIGHTS = tuple(block_weight_shapes(1, 1, 1))
 FLAGS = (
     "-O3",
     "-std=c11",
@@ -36,9 +65,10 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
-    f"-DBLOCK={BLOCK}",
+    f"-DBD={BD}",
     f"-DCHUNK={CHUNK}",
     f"-DROWS={ROWS}",
+    "-DBLOCK_WEIGHTS=" + ",".join("*" + path.replace(".", "_") for path in BLOCK_WEIGHTS),
 )
 
 
@@ -57,15 +87,15 @@ def call(name: str, like: torch.Tensor, *args: torch.Tensor | float) -> None:
 
 
 def _argument(value):
-    """As C wants it: the address of what a tensor, an array or a structure holds, a number as it is."""
+    """What C receives: the address of the contents of a tensor, an array or a structure, or a number as it is."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return ctypes.addressof(value) if isinstance(value, ctypes.Array | ctypes.Structure) else value
 
 
 def threads(x: torch.Tensor) -> int:
-    """How many threads the kernels are to use for x."""
-    # below this a second thread costs more than it saves; torch itself draws the line at the same size
+    """Number of threads that the kernels use for x."""
+    # below this size a second thread costs more than it saves; torch uses the same limit
     return torch.get_num_threads() if x.numel() >= 32768 else 1
 
 
@@ -74,7 +104,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The kernels for a dtype, or the reason why there are none."""
     if sys.platform == "win32":
         return "they are not built on Windows"
-    # torch's library has no such product of bf16
+    # there is no matmul of bf16 in the Fortran interface of BLAS
     sources = [name for name in ARGUMENTS if dtype != torch.bfloat16 or name != "cpu_block.c"]
     try:
         flags = [*FLAGS, f"-D{DTYPES[dtype]}"]

@@ -6,10 +6,10 @@
  *   r[t] = decay[t] exp(i theta[1]) r[t+1] + (1 - decay[t]) c[t]    last token to first
  *   out[t] = g[t] (h[t] + r[t])                                     on real and imaginary parts
  *
- * Channels are independent: BLOCK of them go together, and every loop over `d` becomes vector code. Tokens are not, but
- * what a chunk of them does to a state that enters it is linear: first each chunk is worked through from a state of
- * zero, then the states are carried from chunk to chunk, then each chunk is worked through with what enters it. Chunks
- * are thus as free to go to any thread as batch rows are.
+ * Channels are independent: a channel block of BD is processed together, and every loop over `d` becomes vector code.
+ * Tokens are not, but what a chunk of them does to a state that enters it is linear: first each chunk is scanned from a
+ * state of zero, then the states are carried from chunk to chunk, then each chunk is scanned from the state that enters
+ * it. Threads can thus share chunks as freely as batch rows.
  *
  * Neither chunks nor the order of any sum depend on the number of threads: results are the same to the last bit for any
  * number of them. */
@@ -25,21 +25,21 @@ static inline int64_t thread_number(void) { return omp_get_thread_num(); }
 static inline int64_t thread_number(void) { return 0; }
 #endif
 
-/* the rows of D channels that make up a token of x */
+/* the fields of D channels each that make up a token of x */
 enum { C_RE, C_IM, FORGET, G_RE, G_IM };
 
-/* how many tokens ahead memory is fetched, and the elements of a cache line */
+/* how many tokens ahead memory is fetched, and the elements per cache line */
 enum { AHEAD = 8, LINE = 64 / sizeof(elem) };
 
 typedef struct {
     int64_t T, D;
-    int64_t rows;           /* of x: 5 with an output gate, 3 without */
+    int64_t fields;         /* of x: 5 with an output gate, 3 without */
     int64_t K;              /* directions */
-    int64_t length, chunks; /* tokens of a chunk, CHUNK at most; the last one may have fewer */
+    int64_t length, chunks; /* tokens per chunk, CHUNK at most; the last one may have fewer */
 } shape;
 
 typedef struct {
-    real re[BLOCK], im[BLOCK];
+    real re[BD], im[BD];
 } state;
 
 /* exp(i theta) and what its rounding left over: an error that is the same at each token adds up over all of them */
@@ -47,15 +47,15 @@ typedef struct {
     state high, low;
 } rotation;
 
-/* what is constant over the tokens of a block of channels */
+/* what is constant over the tokens of a channel block */
 typedef struct {
-    real bias[5][BLOCK], lower_bound[BLOCK];
+    real bias[5][BD], lower_bound[BD];
     rotation turn[2];
 } channels;
 
 /* a token's 1 - decay, which keeps its digits where the decay is close to 1, and its input (1 - decay) c */
 typedef struct {
-    real rest[BLOCK];
+    real rest[BD];
     state input;
 } token;
 
@@ -71,16 +71,16 @@ static inline void write_state(real *restrict to, const state *restrict h, int64
     memcpy(to + D, h->im, sizeof h->im);
 }
 
-/* a block's parts of two tokens lie far apart, which hardware does not foresee: without this, backward takes twice as
- * long */
+/* a channel block's parts of two tokens lie far apart, which hardware does not predict: without this, backward takes
+ * twice as long */
 static inline void fetch(const elem *row, int64_t rows, int64_t D) {
     for (const elem *end = row + rows * D; row < end; row += D)
-        for (int d = 0; d < BLOCK; d += LINE) __builtin_prefetch(row + d, 0);
+        for (int d = 0; d < BD; d += LINE) __builtin_prefetch(row + d, 0);
 }
 
 static inline void fetch_to_write(const elem *row, int64_t rows, int64_t D) {
     for (const elem *end = row + rows * D; row < end; row += D)
-        for (int d = 0; d < BLOCK; d += LINE) __builtin_prefetch(row + d, 1);
+        for (int d = 0; d < BD; d += LINE) __builtin_prefetch(row + d, 1);
 }
 
 /* decay exp(i theta), rounded once */
@@ -88,7 +88,7 @@ static inline real decayed(real rest, real high, real low) { return high + (low 
 
 /* h = decay exp(i theta) h + input, grouped so that only two operations wait for the token before */
 static inline void advance(state *restrict h, const token *restrict at, const rotation *restrict turn) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         real re = h->re[d], im = h->im[d];
         real a = decayed(at->rest[d], turn->high.re[d], turn->low.re[d]);
         real b = decayed(at->rest[d], turn->high.im[d], turn->low.im[d]);
@@ -97,7 +97,7 @@ static inline void advance(state *restrict h, const token *restrict at, const ro
     }
 }
 
-/* c (D / BLOCK) from lower_bound (D), theta (K, D) and bias (rows, D); to be called by all threads of a team */
+/* c (D / BD) from lower_bound (D), theta (K, D) and bias (fields, D); to be called by all threads of a team */
 void make_channels(channels *c, const real *lower_bound, const real *theta, const real *bias, shape s);
 
 /* From the states that chunks end with when none enters them to those that enter them, in place: `states` (chunks,
@@ -105,21 +105,21 @@ void make_channels(channels *c, const real *lower_bound, const real *theta, cons
  * decays, `sign` is that of the angle. */
 void carry(real *states, int64_t stride, const real *decays, const rotation *turn, int step, int sign, shape s);
 
-/* The three steps of forward for BLOCK channels of one batch row. x and out are those of chunk i, tokens (T), decays
+/* The three steps of forward for BD channels of one batch row. x and out are those of chunk i, tokens (T), decays
  * (chunks, D) and states (chunks, 2K, D) those of the batch row, all from the first of the channels on. */
 void enter_chunk(token *tokens, real *decays, real *states, const elem *x, const channels *c, int64_t i, shape s);
 void carry_states(real *states, const real *decays, const channels *c, shape s);
 void leave_chunk(elem *out, const token *tokens, const real *states, const elem *x, const channels *c, int64_t i,
                  shape s);
 
-/* a scan in these three steps: for chunk i of batch row b and the channels of block j */
+/* a scan in these three steps: for chunk i of batch row b and channel block j */
 typedef struct {
     void (*enter)(const void *scan, int64_t b, int64_t i, int64_t j);
     void (*carry)(const void *scan, int64_t b, int64_t j);
     void (*leave)(const void *scan, int64_t b, int64_t i, int64_t j);
 } steps;
 
-/* The threads of a team share batch rows and blocks of channels, and chunks too where there is but one batch row. */
+/* The threads of a team share batch rows and channel blocks, and chunks too if there is only one batch row. */
 void run_steps(steps of, const void *scan, int64_t B, shape s);
 
 #endif

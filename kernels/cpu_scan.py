@@ -1,18 +1,18 @@
 """Launchers of the fused CPU kernels for the HGRU scan (cpu_scan_*.c).
 
-Functions here take and return plain tensors: dtypes, shapes and devices are the caller's to check.
+Functions here take and return plain tensors: dtypes, shapes and devices are checked by the caller.
 """
 
 import torch
 
-from .cpu_library import BLOCK, CHUNK, call, threads
+from .cpu_library import BD, CHUNK, call, threads
 
 # gradients summed over tokens and batch: five biases, the lower bound, two angles
 SUMS = 8
 
 
 def chunk_length(T: int) -> int:
-    """Tokens of a chunk: the number of chunks is a multiple of four where it can be, to be shared evenly by threads."""
+    """Tokens per chunk: the number of chunks is a multiple of four where possible, for threads to share evenly."""
     return -(-T // (4 * -(-T // (4 * CHUNK))))
 
 
@@ -27,15 +27,15 @@ def forward(
     """The scan of x (B, T, 5D or 3D) as the reference defines it: out (B, T, 2D), and the states backward needs."""
     B, T, width = x.shape
     K, D = theta.shape
-    rows = width // D
+    fields = width // D
     out = torch.empty(B, T, 2 * _padded(D), dtype=x.dtype)
     real = lower_bound.dtype
     states = torch.empty(states_shape(B, T, D, K), dtype=real)
     decays = torch.empty(B, states.shape[1], _padded(D), dtype=real)
-    tokens = torch.empty(_padded(D) // BLOCK if B == 1 else threads(x), T, 3 * BLOCK, dtype=real)
-    inputs = _pad(x, D), *_constants(lower_bound, theta, bias, rows)
-    room = channels_room(lower_bound), tokens, decays
-    call("scan_forward", x, *inputs, *room, states, out, B, T, _padded(D), rows, K, chunk_length(T), threads(x))
+    tokens = torch.empty(_padded(D) // BD if B == 1 else threads(x), T, 3 * BD, dtype=real)
+    inputs = _pad(x, D), *_constants(lower_bound, theta, bias, fields)
+    workspace = channels_buffer(lower_bound), tokens, decays
+    call("scan_forward", x, *inputs, *workspace, states, out, B, T, _padded(D), fields, K, chunk_length(T), threads(x))
     return _crop(out, D), states
 
 
@@ -50,44 +50,44 @@ def backward(
     """Gradients (dx, dbias, dlower_bound, dtheta) for dout (B, T, 2D); dbias is empty without a bias."""
     B, T, width = x.shape
     K, D = theta.shape
-    rows = width // D
-    dx = torch.empty(B, T, rows * _padded(D), dtype=x.dtype)
+    fields = width // D
+    dx = torch.empty(B, T, fields * _padded(D), dtype=x.dtype)
     real, chunks = lower_bound.dtype, states.shape[1]
     decays = torch.empty(B, chunks, _padded(D), dtype=real)
     adjoints = torch.empty(states.shape, dtype=real)
     partial = torch.empty(B, chunks, SUMS, _padded(D), dtype=real)
     sums = torch.empty(SUMS, _padded(D), dtype=real)
-    inputs = _pad(dout, D), _pad(x, D), *_constants(lower_bound, theta, bias, rows), states.contiguous()
-    room = channels_room(lower_bound), decays, adjoints, partial
-    call("scan_backward", x, *inputs, *room, dx, sums, B, T, _padded(D), rows, K, chunk_length(T), threads(x))
-    # each its own memory: the results of an operator may not share any
-    dbias = sums[:rows, :D].flatten().clone() if bias is not None else torch.empty(0, dtype=sums.dtype)
+    inputs = _pad(dout, D), _pad(x, D), *_constants(lower_bound, theta, bias, fields), states.contiguous()
+    workspace = channels_buffer(lower_bound), decays, adjoints, partial
+    call("scan_backward", x, *inputs, *workspace, dx, sums, B, T, _padded(D), fields, K, chunk_length(T), threads(x))
+    # copies: the results of an operator may not share memory
+    dbias = sums[:fields, :D].flatten().clone() if bias is not None else torch.empty(0, dtype=sums.dtype)
     return _crop(dx, D), dbias, sums[5, :D].clone(), sums[6 : 6 + K, :D].clone()
 
 
-def channels_room(like: torch.Tensor) -> torch.Tensor:
-    """Room for what the kernels keep about each channel: five biases, the lower bound, two rotations of four parts."""
+def channels_buffer(like: torch.Tensor) -> torch.Tensor:
+    """A buffer for what the kernels keep per channel: five biases, the lower bound, two rotations of four parts."""
     return torch.empty(14, _padded(like.shape[0]), dtype=like.dtype)
 
 
 def _padded(D: int) -> int:
-    return -(-D // BLOCK) * BLOCK
+    return -(-D // BD) * BD
 
 
 def _pad(t: torch.Tensor, D: int) -> torch.Tensor:
-    """Contiguous, each row of D channels filled up with zeros to whole blocks."""
-    if D % BLOCK == 0:
+    """Contiguous, each row of D channels padded with zeros to a multiple of BD."""
+    if D % BD == 0:
         return t.contiguous()
     return torch.nn.functional.pad(t.unflatten(-1, (-1, D)), (0, _padded(D) - D)).flatten(-2)
 
 
 def _crop(t: torch.Tensor, D: int) -> torch.Tensor:
-    return t if D % BLOCK == 0 else t.unflatten(-1, (-1, _padded(D)))[..., :D].flatten(-2)
+    return t if D % BD == 0 else t.unflatten(-1, (-1, _padded(D)))[..., :D].flatten(-2)
 
 
 def _constants(
-    lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, rows: int
+    lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, fields: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     D = lower_bound.shape[0]
-    bias = lower_bound.new_zeros(rows * D) if bias is None else bias
+    bias = lower_bound.new_zeros(fields * D) if bias is None else bias
     return _pad(lower_bound, D), _pad(theta, D), _pad(bias, D)

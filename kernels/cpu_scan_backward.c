@@ -9,15 +9,15 @@ enum { LOWER_BOUND = 5, THETA, SUMS = THETA + 2 };
 /* a token on the way back: its part in the sweeps, and the slopes that turn their results into dx */
 typedef struct {
     token gates;
-    real decay[BLOCK];                            /* with its digits also where it is close to 0 */
-    real slope_forget[BLOCK], slope_bound[BLOCK]; /* of the decay, by the forget gate's x and by the lower bound */
+    real decay[BD];                            /* with its digits also where it is close to 0 */
+    real slope_forget[BD], slope_bound[BD]; /* of the decay, by the forget gate's x and by the lower bound */
     state c, slope_c;                             /* SiLU of the input, and its derivative */
     state dstate, slope_g; /* g dout, the gradient of h + r; dout dg / dx, to be multiplied by h + r */
     state turned, q;       /* exp(i theta[0]) h[t-1]; the adjoint of r[t], zero in causal scans */
 } tape;
 
 static inline void record_input(tape *restrict at, const elem *restrict x, const channels *restrict c, int64_t D) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         real x_re = load(x[C_RE * D + d]) + c->bias[C_RE][d], x_im = load(x[C_IM * D + d]) + c->bias[C_IM][d];
         gate re = sigmoid(x_re), im = sigmoid(x_im), forget = sigmoid(load(x[FORGET * D + d]) + c->bias[FORGET][d]);
         real c_re = x_re * re.on, c_im = x_im * im.on;
@@ -37,9 +37,9 @@ static inline void record_input(tape *restrict at, const elem *restrict x, const
 
 static inline void record_output(tape *restrict at, const elem *restrict dout, const elem *restrict x,
                                  const channels *restrict c, shape s) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         real re = load(dout[d]), im = load(dout[s.D + d]);
-        if (s.rows == 5) {
+        if (s.fields == 5) {
             gate g_re = sigmoid(load(x[G_RE * s.D + d]) + c->bias[G_RE][d]);
             gate g_im = sigmoid(load(x[G_IM * s.D + d]) + c->bias[G_IM][d]);
             re *= g_re.on;
@@ -53,7 +53,7 @@ static inline void record_output(tape *restrict at, const elem *restrict dout, c
 }
 
 static inline void record_turned(tape *restrict at, const state *restrict h, const rotation *restrict turn) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         at->turned.re[d] = turn->high.re[d] * h->re[d] - turn->high.im[d] * h->im[d];
         at->turned.im[d] = turn->high.re[d] * h->im[d] + turn->high.im[d] * h->re[d];
     }
@@ -61,7 +61,7 @@ static inline void record_turned(tape *restrict at, const state *restrict h, con
 
 /* from what the token before handed on to what this one does: decay exp(-i theta) (handed + input) */
 static inline void hand_on(state *restrict handed, const token *restrict at, const rotation *restrict turn) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         real re = handed->re[d] + at->input.re[d], im = handed->im[d] + at->input.im[d];
         real a = decayed(at->rest[d], turn->high.re[d], turn->low.re[d]);
         real b = decayed(at->rest[d], turn->high.im[d], turn->low.im[d]);
@@ -72,7 +72,7 @@ static inline void hand_on(state *restrict handed, const token *restrict at, con
 
 /* q[t], and what token t hands on to q */
 static inline void record_adjoint(tape *restrict at, state *restrict handed, const rotation *restrict turn) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         real re = handed->re[d] + at->dstate.re[d], im = handed->im[d] + at->dstate.im[d];
         real a = decayed(at->gates.rest[d], turn->high.re[d], turn->low.re[d]);
         real b = decayed(at->gates.rest[d], turn->high.im[d], turn->low.im[d]);
@@ -85,11 +85,11 @@ static inline void record_adjoint(tape *restrict at, state *restrict handed, con
 
 /* dx of a token but for its output gate, from the adjoints p and q of h and r, with r that of token t+1; `handed` comes
  * with what token t+1 hands on to p and leaves with what token t does; `both` receives h + r */
-static inline void differentiate(elem *restrict dx, real (*restrict sums)[BLOCK], state *restrict handed,
+static inline void differentiate(elem *restrict dx, real (*restrict sums)[BD], state *restrict handed,
                                  state *restrict both, const state *restrict r, const tape *restrict at,
                                  const rotation *restrict turn, shape s) {
     const real directions = (real)s.K;
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         real decay = at->decay[d], rest = at->gates.rest[d];
         real in_re = at->gates.input.re[d], in_im = at->gates.input.im[d];
         real h_re = at->turned.re[d], h_im = at->turned.im[d];
@@ -122,9 +122,9 @@ static inline void differentiate(elem *restrict dx, real (*restrict sums)[BLOCK]
     }
 }
 
-static inline void differentiate_gate(elem *restrict dx, real (*restrict sums)[BLOCK], const state *restrict both,
+static inline void differentiate_gate(elem *restrict dx, real (*restrict sums)[BD], const state *restrict both,
                                       const tape *restrict at, int64_t D) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         real dg_re = at->slope_g.re[d] * both->re[d], dg_im = at->slope_g.im[d] * both->im[d];
         dx[G_RE * D + d] = store(dg_re);
         dx[G_IM * D + d] = store(dg_im);
@@ -155,11 +155,11 @@ typedef struct {
 
 static inline part part_of(const backward *f, int64_t b, int64_t i, int64_t j) {
     const shape s = f->s;
-    const int64_t t = b * s.T + i * s.length, chunk = b * s.chunks + i, d = j * BLOCK;
+    const int64_t t = b * s.T + i * s.length, chunk = b * s.chunks + i, d = j * BD;
     return (part){
         .dout = f->dout + t * 2 * s.D + d,
-        .x = f->x + t * s.rows * s.D + d,
-        .dx = f->dx + t * s.rows * s.D + d,
+        .x = f->x + t * s.fields * s.D + d,
+        .dx = f->dx + t * s.fields * s.D + d,
         .states = f->states + chunk * 2 * s.K * s.D + d,
         .decays = f->decays + chunk * s.D + d,
         .adjoints = f->adjoints + chunk * 2 * s.K * s.D + d,
@@ -171,9 +171,9 @@ static inline part part_of(const backward *f, int64_t b, int64_t i, int64_t j) {
 /* 1 - decay, and g dout, the input of the adjoints */
 static inline void open_adjoint(token *restrict at, const elem *restrict dout, const elem *restrict x,
                                 const channels *restrict c, shape s) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         real re = load(dout[d]), im = load(dout[s.D + d]);
-        if (s.rows == 5) {
+        if (s.fields == 5) {
             re *= sigmoid(load(x[G_RE * s.D + d]) + c->bias[G_RE][d]).on;
             im *= sigmoid(load(x[G_IM * s.D + d]) + c->bias[G_IM][d]).on;
         }
@@ -191,15 +191,15 @@ static void enter(const void *scan, int64_t b, int64_t i, int64_t j) {
     const part at = part_of(f, b, i, j);
     token tokens[CHUNK];
     state p = {0}, q = {0};
-    real decay[BLOCK];
-    for (int d = 0; d < BLOCK; d++) decay[d] = 1;
+    real decay[BD];
+    for (int d = 0; d < BD; d++) decay[d] = 1;
     for (int64_t t = 0; t < at.n; t++) {
-        const elem *x = at.x + t * s.rows * s.D, *dout = at.dout + t * 2 * s.D;
-        fetch(x + AHEAD * s.rows * s.D, s.rows, s.D);
+        const elem *x = at.x + t * s.fields * s.D, *dout = at.dout + t * 2 * s.D;
+        fetch(x + AHEAD * s.fields * s.D, s.fields, s.D);
         fetch(dout + AHEAD * 2 * s.D, 2, s.D);
         open_adjoint(tokens + t, dout, x, c, s);
         if (s.K == 2) hand_on(&q, tokens + t, &c->turn[1]);
-        for (int d = 0; d < BLOCK; d++) decay[d] -= decay[d] * tokens[t].rest[d];
+        for (int d = 0; d < BD; d++) decay[d] -= decay[d] * tokens[t].rest[d];
     }
     for (int64_t t = at.n - 1; t >= 0; t--) hand_on(&p, tokens + t, &c->turn[0]);
     memcpy(at.decays, decay, sizeof decay);
@@ -207,7 +207,7 @@ static void enter(const void *scan, int64_t b, int64_t i, int64_t j) {
     if (s.K == 2) write_state(at.adjoints + 2 * s.D, &q, s.D);
 }
 
-static void carry_block(const void *scan, int64_t b, int64_t j) {
+static void carry_channels(const void *scan, int64_t b, int64_t j) {
     const backward *f = scan;
     const shape s = f->s;
     const part at = part_of(f, b, 0, j);
@@ -221,8 +221,8 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
     const shape s = f->s;
     const channels *c = f->c + j;
     const part at = part_of(f, b, i, j);
-    const int64_t stride = s.rows * s.D;
-    real sums[SUMS][BLOCK] = {{0}};
+    const int64_t stride = s.fields * s.D;
+    real sums[SUMS][BD] = {{0}};
     state h, r = {0}, p, q = {0}, both;
     read_state(&h, at.states, s.D);
     read_state(&p, at.adjoints, s.D);
@@ -231,7 +231,7 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
         read_state(&q, at.adjoints + 2 * s.D, s.D);
     }
     for (int64_t t = 0; t < at.n; t++) {
-        fetch_to_write(at.dx + t * stride, s.rows, s.D);
+        fetch_to_write(at.dx + t * stride, s.fields, s.D);
         record_input(tapes + t, at.x + t * stride, c, s.D);
         record_output(tapes + t, at.dout + t * 2 * s.D, at.x + t * stride, c, s);
         record_turned(tapes + t, &h, &c->turn[0]);
@@ -244,7 +244,7 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
     for (int64_t t = at.n - 1; t >= 0; t--) {
         differentiate(at.dx + t * stride, sums, &p, &both, &r, tapes + t, c->turn, s);
         if (s.K == 2) advance(&r, &tapes[t].gates, &c->turn[1]);
-        if (s.rows == 5) differentiate_gate(at.dx + t * stride, sums, &both, tapes + t, s.D);
+        if (s.fields == 5) differentiate_gate(at.dx + t * stride, sums, &both, tapes + t, s.D);
     }
     for (int row = 0; row < SUMS; row++) memcpy(at.partial + row * s.D, sums[row], sizeof sums[row]);
 }
@@ -252,26 +252,26 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
 /* total (SUMS, D) of `parts` (n, SUMS, D), in order */
 static void add_up(real *total, const real *parts, int64_t n, int64_t D) {
     #pragma omp for
-    for (int64_t first = 0; first < SUMS * D; first += BLOCK) {
-        double sum[BLOCK] = {0};
+    for (int64_t first = 0; first < SUMS * D; first += BD) {
+        double sum[BD] = {0};
         for (int64_t i = 0; i < n; i++)
-            for (int d = 0; d < BLOCK; d++) sum[d] += parts[i * SUMS * D + first + d];
-        for (int d = 0; d < BLOCK; d++) total[first + d] = (real)sum[d];
+            for (int d = 0; d < BD; d++) sum[d] += parts[i * SUMS * D + first + d];
+        for (int d = 0; d < BD; d++) total[first + d] = (real)sum[d];
     }
 }
 
-/* dout (B, T, 2, D), dx like x, total (SUMS, D); room to work in: c (D / BLOCK), decays (B, chunks, D),
+/* dout (B, T, 2, D), dx like x, total (SUMS, D); workspace: c (D / BD), decays (B, chunks, D),
  * adjoints like states, partial (B, chunks, SUMS, D) */
 void scan_backward(const elem *dout, const elem *x, const real *lower_bound, const real *theta, const real *bias,
                    const real *states, channels *c, real *decays, real *adjoints, real *partial, elem *dx,
-                   real *total, int64_t B, int64_t T, int64_t D, int64_t rows, int64_t K, int64_t length,
+                   real *total, int64_t B, int64_t T, int64_t D, int64_t fields, int64_t K, int64_t length,
                    int64_t threads) {
-    const shape s = {T, D, rows, K, length, (T + length - 1) / length};
+    const shape s = {T, D, fields, K, length, (T + length - 1) / length};
     const backward f = {dout, x, c, decays, adjoints, partial, states, dx, s};
     #pragma omp parallel num_threads(threads)
     {
         make_channels(c, lower_bound, theta, bias, s);
-        run_steps((steps){enter, carry_block, leave}, &f, B, s);
+        run_steps((steps){enter, carry_channels, leave}, &f, B, s);
         add_up(total, partial, B * s.chunks, D);
     }
 }

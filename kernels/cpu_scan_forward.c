@@ -6,9 +6,9 @@
 static channels channels_from(int64_t d, const real *lower_bound, const real *theta, const real *bias, shape s) {
     channels c = {0};
     memcpy(c.lower_bound, lower_bound + d, sizeof c.lower_bound);
-    for (int row = 0; row < s.rows; row++) memcpy(c.bias[row], bias + row * s.D + d, sizeof c.bias[row]);
+    for (int row = 0; row < s.fields; row++) memcpy(c.bias[row], bias + row * s.D + d, sizeof c.bias[row]);
     for (int k = 0; k < s.K; k++)
-        for (int j = 0; j < BLOCK; j++) {
+        for (int j = 0; j < BD; j++) {
             const double angle = theta[k * s.D + d + j], re = cos(angle), im = sin(angle);
             rotation *turn = &c.turn[k];
             turn->high.re[j] = (real)re;
@@ -21,15 +21,15 @@ static channels channels_from(int64_t d, const real *lower_bound, const real *th
 
 void make_channels(channels *c, const real *lower_bound, const real *theta, const real *bias, shape s) {
     #pragma omp for
-    for (int64_t d = 0; d < s.D; d += BLOCK) c[d / BLOCK] = channels_from(d, lower_bound, theta, bias, s);
+    for (int64_t d = 0; d < s.D; d += BD) c[d / BD] = channels_from(d, lower_bound, theta, bias, s);
 }
 
 typedef struct {
-    double re[BLOCK], im[BLOCK];
+    double re[BD], im[BD];
 } exact;
 
 static inline void multiply(exact *restrict a, const exact *restrict b) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         double re = a->re[d] * b->re[d] - a->im[d] * b->im[d];
         a->im[d] = a->re[d] * b->im[d] + a->im[d] * b->re[d];
         a->re[d] = re;
@@ -39,7 +39,7 @@ static inline void multiply(exact *restrict a, const exact *restrict b) {
 /* exp(i n theta) */
 static exact turn_steps(const rotation *turn, int64_t n, int sign) {
     exact square, power;
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         square.re[d] = (double)turn->high.re[d] + turn->low.re[d];
         square.im[d] = sign * ((double)turn->high.im[d] + turn->low.im[d]);
         power.re[d] = 1;
@@ -54,19 +54,19 @@ static exact turn_steps(const rotation *turn, int64_t n, int sign) {
 }
 
 void carry(real *states, int64_t stride, const real *decays, const rotation *turn, int step, int sign, shape s) {
-    /* no state passes through the last chunk, which may be shorter: none enters it, or none is wanted behind it */
+    /* the last chunk may be shorter, but no state passes through it: none enters it, or none is needed after it */
     const exact turned = turn_steps(turn, s.length, sign);
     exact h = {{0}, {0}};
     for (int64_t n = 0, i = step < 0 ? s.chunks - 1 : 0; n < s.chunks; n++, i += step) {
         state end;
         real *at = states + i * stride;
         read_state(&end, at, s.D);
-        for (int d = 0; d < BLOCK; d++) {
+        for (int d = 0; d < BD; d++) {
             at[d] = (real)h.re[d];
             at[s.D + d] = (real)h.im[d];
         }
         multiply(&h, &turned);
-        for (int d = 0; d < BLOCK; d++) {
+        for (int d = 0; d < BD; d++) {
             h.re[d] = decays[i * s.D + d] * h.re[d] + end.re[d];
             h.im[d] = decays[i * s.D + d] * h.im[d] + end.im[d];
         }
@@ -74,7 +74,7 @@ void carry(real *states, int64_t stride, const real *decays, const rotation *tur
 }
 
 static inline void open_gates(token *restrict at, const elem *restrict x, const channels *restrict c, int64_t D) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         real c_re = load(x[C_RE * D + d]) + c->bias[C_RE][d], c_im = load(x[C_IM * D + d]) + c->bias[C_IM][d];
         gate forget = sigmoid(load(x[FORGET * D + d]) + c->bias[FORGET][d]);
         real rest = (1 - c->lower_bound[d]) * forget.off;
@@ -86,9 +86,9 @@ static inline void open_gates(token *restrict at, const elem *restrict x, const 
 
 static inline void emit(elem *restrict out, const state *restrict h, const state *restrict r, const elem *restrict x,
                         const channels *restrict c, shape s) {
-    for (int d = 0; d < BLOCK; d++) {
+    for (int d = 0; d < BD; d++) {
         real re = h->re[d] + r->re[d], im = h->im[d] + r->im[d];
-        if (s.rows == 5) {
+        if (s.fields == 5) {
             re *= sigmoid(load(x[G_RE * s.D + d]) + c->bias[G_RE][d]).on;
             im *= sigmoid(load(x[G_IM * s.D + d]) + c->bias[G_IM][d]).on;
         }
@@ -98,16 +98,16 @@ static inline void emit(elem *restrict out, const state *restrict h, const state
 }
 
 void enter_chunk(token *tokens, real *decays, real *states, const elem *x, const channels *c, int64_t i, shape s) {
-    const int64_t stride = s.rows * s.D, n = chunk_length(i, s);
+    const int64_t stride = s.fields * s.D, n = chunk_length(i, s);
     token *at = tokens + i * s.length;
     state h = {0}, r = {0};
-    real decay[BLOCK];
-    for (int d = 0; d < BLOCK; d++) decay[d] = 1;
+    real decay[BD];
+    for (int d = 0; d < BD; d++) decay[d] = 1;
     for (int64_t t = 0; t < n; t++) {
-        fetch(x + (t + AHEAD) * stride, s.rows, s.D);
+        fetch(x + (t + AHEAD) * stride, s.fields, s.D);
         open_gates(at + t, x + t * stride, c, s.D);
         advance(&h, at + t, &c->turn[0]);
-        for (int d = 0; d < BLOCK; d++) decay[d] -= decay[d] * at[t].rest[d];
+        for (int d = 0; d < BD; d++) decay[d] -= decay[d] * at[t].rest[d];
     }
     for (int64_t t = n - 1; s.K == 2 && t >= 0; t--) advance(&r, at + t, &c->turn[1]);
     memcpy(decays + i * s.D, decay, sizeof decay);
@@ -122,7 +122,7 @@ void carry_states(real *states, const real *decays, const channels *c, shape s) 
 
 void leave_chunk(elem *out, const token *tokens, const real *states, const elem *x, const channels *c, int64_t i,
                  shape s) {
-    const int64_t stride = s.rows * s.D, n = chunk_length(i, s);
+    const int64_t stride = s.fields * s.D, n = chunk_length(i, s);
     const token *at = tokens + i * s.length;
     state h, r, reverse[CHUNK] = {0};
     if (s.K == 2) read_state(&r, states + (4 * i + 2) * s.D, s.D);
@@ -139,21 +139,21 @@ void leave_chunk(elem *out, const token *tokens, const real *states, const elem 
 }
 
 void run_steps(steps of, const void *scan, int64_t B, shape s) {
-    const int64_t blocks = s.D / BLOCK;
+    const int64_t channel_blocks = s.D / BD;
     if (B == 1) {
-        /* not dynamic: a thread finds in its cache what it made of the same chunks before */
+        /* not dynamic: a thread finds the same chunks in its cache in the next loop */
         #pragma omp for schedule(static)
-        for (int64_t unit = 0; unit < s.chunks * blocks; unit++)
-            of.enter(scan, 0, unit / blocks, unit % blocks);
+        for (int64_t unit = 0; unit < s.chunks * channel_blocks; unit++)
+            of.enter(scan, 0, unit / channel_blocks, unit % channel_blocks);
         #pragma omp for
-        for (int64_t j = 0; j < blocks; j++) of.carry(scan, 0, j);
+        for (int64_t j = 0; j < channel_blocks; j++) of.carry(scan, 0, j);
         #pragma omp for schedule(static)
-        for (int64_t unit = 0; unit < s.chunks * blocks; unit++)
-            of.leave(scan, 0, unit / blocks, unit % blocks);
+        for (int64_t unit = 0; unit < s.chunks * channel_blocks; unit++)
+            of.leave(scan, 0, unit / channel_blocks, unit % channel_blocks);
     } else {
         #pragma omp for schedule(dynamic)
-        for (int64_t unit = 0; unit < B * blocks; unit++) {
-            const int64_t b = unit / blocks, j = unit % blocks;
+        for (int64_t unit = 0; unit < B * channel_blocks; unit++) {
+            const int64_t b = unit / channel_blocks, j = unit % channel_blocks;
             for (int64_t i = 0; i < s.chunks; i++) of.enter(scan, b, i, j);
             of.carry(scan, b, j);
             for (int64_t i = 0; i < s.chunks; i++) of.leave(scan, b, i, j);
@@ -171,21 +171,21 @@ typedef struct {
     shape s;
 } forward;
 
-/* the gates of a batch row and block of channels; no two that are worked on at once share them */
+/* the gates of a batch row and channel block; no two that are processed at once share them */
 static inline token *tokens_of(const forward *f, int64_t j) {
     return f->tokens + (f->B == 1 ? j : thread_number()) * f->s.T;
 }
 
 static inline const elem *x_of(const forward *f, int64_t b, int64_t i, int64_t j) {
-    return f->x + (b * f->s.T + i * f->s.length) * f->s.rows * f->s.D + j * BLOCK;
+    return f->x + (b * f->s.T + i * f->s.length) * f->s.fields * f->s.D + j * BD;
 }
 
 static inline real *decays_of(const forward *f, int64_t b, int64_t j) {
-    return f->decays + b * f->s.chunks * f->s.D + j * BLOCK;
+    return f->decays + b * f->s.chunks * f->s.D + j * BD;
 }
 
 static inline real *states_of(const forward *f, int64_t b, int64_t j) {
-    return f->states + b * f->s.chunks * 2 * f->s.K * f->s.D + j * BLOCK;
+    return f->states + b * f->s.chunks * 2 * f->s.K * f->s.D + j * BD;
 }
 
 static void enter(const void *scan, int64_t b, int64_t i, int64_t j) {
@@ -193,28 +193,28 @@ static void enter(const void *scan, int64_t b, int64_t i, int64_t j) {
     enter_chunk(tokens_of(f, j), decays_of(f, b, j), states_of(f, b, j), x_of(f, b, i, j), f->c + j, i, f->s);
 }
 
-static void carry_block(const void *scan, int64_t b, int64_t j) {
+static void carry_channels(const void *scan, int64_t b, int64_t j) {
     const forward *f = scan;
     carry_states(states_of(f, b, j), decays_of(f, b, j), f->c + j, f->s);
 }
 
 static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
     const forward *f = scan;
-    elem *out = f->out + (b * f->s.T + i * f->s.length) * 2 * f->s.D + j * BLOCK;
+    elem *out = f->out + (b * f->s.T + i * f->s.length) * 2 * f->s.D + j * BD;
     leave_chunk(out, tokens_of(f, j), states_of(f, b, j), x_of(f, b, i, j), f->c + j, i, f->s);
 }
 
-/* x (B, T, rows, D), lower_bound (D), theta (K, D), bias (rows, D), states (B, chunks, 2K, D), out (B, T, 2, D);
- * room to work in: c (D / BLOCK), tokens (threads, or D / BLOCK if B is 1, T), decays (B, chunks, D); D is a multiple
- * of BLOCK */
+/* x (B, T, fields, D), lower_bound (D), theta (K, D), bias (fields, D), states (B, chunks, 2K, D), out (B, T, 2, D);
+ * workspace: c (D / BD), tokens (threads, or D / BD if B is 1, T), decays (B, chunks, D); D is a multiple
+ * of BD */
 void scan_forward(const elem *x, const real *lower_bound, const real *theta, const real *bias, channels *c,
-                  token *tokens, real *decays, real *states, elem *out, int64_t B, int64_t T, int64_t D, int64_t rows,
+                  token *tokens, real *decays, real *states, elem *out, int64_t B, int64_t T, int64_t D, int64_t fields,
                   int64_t K, int64_t length, int64_t threads) {
-    const shape s = {T, D, rows, K, length, (T + length - 1) / length};
+    const shape s = {T, D, fields, K, length, (T + length - 1) / length};
     const forward f = {x, c, tokens, decays, states, out, B, s};
     #pragma omp parallel num_threads(threads)
     {
         make_channels(c, lower_bound, theta, bias, s);
-        run_steps((steps){enter, carry_block, leave}, &f, B, s);
+        run_steps((steps){enter, carry_channels, leave}, &f, B, s);
     }
 }

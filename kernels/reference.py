@@ -15,7 +15,7 @@ def hgru_scan(
     Args:
         x: pre-activations (B, T, 5D) = [c_re | c_im | f | g_re | g_im], or (B, T, 3D) without the output gate.
         lower_bound: the lower bound gamma of the forget gate, (D,).
-        theta: rotation a step, (K, D): K = 1 first to last token, K = 2 also last to first, states summed.
+        theta: rotation per token, (K, D): K = 1 first to last token, K = 2 also last to first, states summed.
         bias: added to x first, (5D,) or (3D,).
 
     Returns:
@@ -28,7 +28,7 @@ def hgru_scan(
     c_re, c_im, f = x[..., :D], x[..., D : 2 * D], x[..., 2 * D : 3 * D]
     c = torch.complex(c_re * torch.sigmoid(c_re), c_im * torch.sigmoid(c_im))
     decay = lower_bound + (1 - lower_bound) * torch.sigmoid(f)
-    rest = (1 - lower_bound) * torch.sigmoid(-f)  # 1 - decay, which cancels where the decay is near 1
+    rest = (1 - lower_bound) * torch.sigmoid(-f)  # 1 - decay, whose subtraction cancels where the decay is near 1
 
     T = x.shape[1]
     total = torch.zeros_like(c)

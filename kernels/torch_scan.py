@@ -1,4 +1,4 @@
-"""The HGRU scan in plain PyTorch operations, vectorised over tokens: scripting, export, and wherever no kernel runs.
+"""The HGRU scan in plain PyTorch operations, vectorized over tokens: for scripting, export, and where no kernel runs.
 
 The rotation is taken out of the recurrence first: with phi_t the angle turned up to token t, exp(-i phi_t) h_t obeys a
 recurrence whose decay is real, so that one real scan serves both parts, every ablation and both directions.
@@ -27,9 +27,9 @@ def hgru_scan(
     c = F.silu(z[..., : 2 * D]).unflatten(-1, (2, D))  # (B, T, 2, D)
     f = z[..., 2 * D : 3 * D]
     decay = lower_bound + (1 - lower_bound) * torch.sigmoid(f)
-    # sigmoid(-f) rather than 1 - sigmoid(f), which cancels where the gate is open
-    keep = (1 - lower_bound) * torch.sigmoid(-f)
-    h = complex_scan(decay, keep.unsqueeze(-2) * c, constant_angles(theta, x.shape[1])).flatten(-2)  # (B, T, 2D)
+    # 1 - decay, by sigmoid(-f): a subtraction would cancel where the decay is near 1
+    rest = (1 - lower_bound) * torch.sigmoid(-f)
+    h = complex_scan(decay, rest.unsqueeze(-2) * c, constant_angles(theta, x.shape[1])).flatten(-2)  # (B, T, 2D)
     if x.shape[-1] == 5 * D:
         h = h * torch.sigmoid(z[..., 3 * D :])
     return h.to(x.dtype)
@@ -38,7 +38,7 @@ def hgru_scan(
 def constant_angles(theta: torch.Tensor, T: int) -> torch.Tensor:
     """Angle turned up to each token when every step turns by theta (K, D): (K, 1, T, D).
 
-    In float64, since a float32 product t * theta is off by as much as the state's own rounding after 100 tokens.
+    In float64: in float32, after 100 tokens t * theta is off by as much as the state's own rounding.
     """
     steps = torch.arange(T, device=theta.device, dtype=torch.float32 if theta.device.type == "mps" else torch.float64)
     return (theta.to(steps.dtype).unsqueeze(1) * steps.unsqueeze(-1)).unsqueeze(1)
@@ -56,7 +56,7 @@ def complex_scan(decay: torch.Tensor, x: torch.Tensor, angles: torch.Tensor) -> 
         return _rotating_scan(decay, x, angles[0])
     if isinstance(x.shape[1], int):
         return _rotating_scan(decay, x, angles[0]) + _rotating_scan(decay.flip(1), x.flip(1), angles[1]).flip(1)
-    # an exported graph writes out every step of the scan: one scan of both directions makes half as many
+    # an exported graph spells out every step of the scan: scanning both directions at once takes half as many
     h = _rotating_scan(torch.stack([decay, decay.flip(1)]), torch.stack([x, x.flip(1)]), angles)
     return h[0] + h[1].flip(1)
 
@@ -113,13 +113,13 @@ def _symbolic_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     chunks = torch.arange(T // EXPORT_CHUNK + 2, device=x.device)
     local, reaches = [], []
     for i in range(EXPORT_CHUNK):
-        # past the end stands the last token again, which no token sees
+        # past the end the last token is repeated, which affects no real token
         source = (chunks * EXPORT_CHUNK + i).clamp(max=T - 1)
         step, h = decay.index_select(-3, source), x.index_select(-3, source)  # (..., N, 1, D), (..., N, 2, D)
         local.append(torch.addcmul(h, step, local[-1]) if local else h)
         reaches.append(reaches[-1] * step if reaches else step)
 
-    # nothing enters the first chunk; chunks before it are read as the first one, so as nothing
+    # nothing enters the first chunk; indices before it are clamped to it and so contribute nothing
     previous, has_previous = (chunks - 1).clamp(min=0), (chunks > 0).to(x.dtype).view(-1, 1, 1)
     entering = local[-1].index_select(-3, previous) * has_previous
     reach = reaches[-1].index_select(-3, previous) * has_previous

@@ -176,7 +176,7 @@ def load_forget(p_x, b_bias, D: tl.constexpr, mask):
 
 @triton.jit
 def load_input(p_x, b_bias, b_range, D: tl.constexpr, mask):
-    """The rest 1 - lambda that the decay leaves, and what enters the state, (1 - lambda) c."""
+    """The rest 1 - decay, and what enters the state, (1 - decay) c."""
     b_rest = b_range * load_forget(p_x, b_bias, D, mask)[1]
     c = silu_pair(load_pair(p_x, b_bias, 0, D, mask))[0]
     return b_rest, scale(b_rest, c)
@@ -214,19 +214,19 @@ def load_turns(p_rotation, K: tl.constexpr, D: tl.constexpr, mask):
 
 @triton.jit
 def decayed(b_rest, turn):
-    """lambda e^(i theta), each part rounded once."""
+    """decay e^(i theta), each part rounded once."""
     return turn[0] + tl.fma(-b_rest, turn[0], turn[2]), turn[1] + tl.fma(-b_rest, turn[1], turn[3])
 
 
 @triton.jit
 def advance(h, b_rest, u, turn):
-    """lambda e^(i theta) h + u."""
+    """decay e^(i theta) h + u."""
     b_a, b_b = decayed(b_rest, turn)
     return tl.fma(b_a, h[0], tl.fma(-b_b, h[1], u[0])), tl.fma(b_a, h[1], tl.fma(b_b, h[0], u[1]))
 
 
 @triton.jit
 def hand_back(p, b_rest, turn):
-    """lambda e^(-i theta) p: what the adjoint of a state adds to that of the state it was made from."""
+    """decay e^(-i theta) p: what the adjoint of a state adds to that of the state it was made from."""
     b_a, b_b = decayed(b_rest, turn)
     return tl.fma(b_a, p[0], b_b * p[1]), tl.fma(b_a, p[1], -b_b * p[0])

@@ -4,16 +4,16 @@ Forward is three launches: `aggregate` finds what each chunk of CT tokens adds t
 it, `carry` walks over the chunks, and `apply` redoes each chunk from the state that enters it and writes the output.
 Backward has the same three steps for the adjoints, whose angles are conjugated and whose directions are swapped; it
 reads the input and the states that enter each chunk again, so nothing else is saved and no intermediate reaches
-memory. Sums over tokens (bias, lower bound, theta) leave as one partial sum a program: no atomics, bit-equal repeats.
+memory. Sums over tokens (bias, lower bound, theta) leave as one partial sum per program: no atomics, bit-equal repeats.
 
 An error that is the same at every token adds up over all of them. So a state is multiplied by decay exp(i theta)
 rounded once, from 1 - decay, which keeps its digits where the decay is close to 1, and from exp(i theta) in two parts.
 
 An apply kernel needs states that run up the chunk and states that run down it. It sweeps once to keep the ones where
-each group of GT tokens begins, then holds one group at a time: unrolling all 16 tokens instead took 255 registers a
+each group of GT tokens begins, then holds one group at a time: unrolling all 16 tokens instead took 255 registers per
 thread in backward and 70 seconds to compile for sm_80, seven times what 8 tokens took, nearly all of it in triton's
-coalescing pass. Chunks of 16 move half the carries of chunks of 8: 24.75 bytes a token and channel forward and 43.5
-backward in bf16, of which 14 and 24 are the input and output themselves. Registers a thread, nothing spilled, as
+coalescing pass. Chunks of 16 move half the carries of chunks of 8: 24.75 bytes per token and channel forward and
+43.5 backward in bf16, of which 14 and 24 are the input and output themselves. Registers per thread, nothing spilled, as
 `aot.py` finds them (bf16, both directions, output gate):
 
     kernel              sm_80  sm_90  sm_100  gfx942  gfx90a
@@ -58,10 +58,10 @@ from .triton_math import (
     zero,
 )
 
-CT = 16  # tokens a chunk
+CT = 16  # tokens per chunk
 GT = dict(forward=4, backward=2)  # tokens of a chunk held in registers at once
-BATCH = dict(aggregate=4, carry=8)  # tokens, chunks whose loads are under way at once
-BD = 64  # channels a program
+BATCH = dict(aggregate=4, carry=8)  # tokens, chunks whose loads are in flight at once
+BD = 64  # channels per program
 # loads are batched by hand, so no software pipeline; fused multiply-add is named because its default changes
 OPTIONS = dict(num_stages=1, enable_fp_fusion=True)
 
@@ -119,7 +119,7 @@ def carry_kernel(
     BD: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """The states (or adjoints) that enter each chunk: sequential over chunks, one program a direction and batch row."""
+    """The states or adjoints entering each chunk: sequential over chunks, one program per batch row and direction."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     i_k = tl.program_id(0) // BLOCKS % K
     i_b = (tl.program_id(0) // (BLOCKS * K)).to(tl.int64)
@@ -379,29 +379,29 @@ def token_and_chunk_rotation(theta: torch.Tensor) -> torch.Tensor:
     return torch.cat((exact.float(), (exact - exact.float()).float()), dim=2)
 
 
-def warps(lanes: int, channels_a_thread: int) -> int:
-    """Warps a program, for `lanes` threads a warp."""
-    return max(1, BD // (lanes * channels_a_thread))
+def warps(lanes: int, channels_per_thread: int) -> int:
+    """Warps per program, for `lanes` threads per warp."""
+    return max(1, BD // (lanes * channels_per_thread))
 
 
-def launch(kernel, programs: int, channels_a_thread: int, *tensors: torch.Tensor | None, **constants) -> None:
+def launch(kernel, programs: int, channels_per_thread: int, *tensors: torch.Tensor | None, **constants) -> None:
     """Run a kernel on the device of its tensors, on that device's current stream."""
     device = tensors[0].device
     # 32 on NVIDIA, 64 on most AMD; the interpreter runs on CPU tensors and has no warps
     lanes = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
     with torch.cuda.device_of(tensors[0]):
-        kernel[(programs,)](*tensors, **constants, num_warps=warps(lanes, channels_a_thread), **OPTIONS)
+        kernel[(programs,)](*tensors, **constants, num_warps=warps(lanes, channels_per_thread), **OPTIONS)
 
 
 def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The tensors, copied where they have strides of their own (an expanded gradient, a slice)."""
+    """The tensors, copied if they are not contiguous (an expanded gradient, a slice)."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def forward(
     x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output (B, T, 2D) in the dtype of x, and what backward needs beside the input, `states_shape` in float32.
+    """The output (B, T, 2D) in the dtype of x, and what backward needs besides the input, `states_shape` in float32.
 
     Args:
         x: (B, T, 5D) = [c_re | c_im | f | g_re | g_im] or (B, T, 3D) without the output gate; bf16, fp16 or float32.

@@ -74,7 +74,7 @@ TABLE = [
     ("hgrn_vision", "backend", ("kernels",)),
     ("hgrn_vision", "scan glu", ("kernels", "backend")),
     ("hgrn_vision", "layers", ("scan", "backend", "glu", "recompute", "kernels/torch_scan")),
-    ("hgrn_vision", "block", ("layers", "backend", "kernels/cpu_block")),
+    ("hgrn_vision", "block", ("layers", "backend")),
     ("hgrn_vision", "hgrn", ("block", "layers", "packaged", "weights")),
     ("hgrn_vision", "__init__", ("backend", "hgrn", "scan", "version", "weights")),
     (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..backend import BACKENDS, ENVIRONMENT, get_backend, resolve, unavailable
+from ..backend import BACKENDS, ENVIRONMENT, backend_for, get_backend, unavailable
 from ..kernels import cpu_build, reference
 from ..randomness import torch_generator
 from ..scan import hgru_scan
@@ -98,7 +98,7 @@ def cpu_name() -> str:
 def describe_choice(device: torch.device, diagnosis: Diagnosis) -> str:
     """The backend that a model on `device` would use, and why."""
     try:
-        chosen = resolve(torch.empty(0, device=device), None)
+        chosen = backend_for(torch.empty(0, device=device), None)
     except (ValueError, RuntimeError) as error:
         diagnosis.problems.append(f"correct or unset {ENVIRONMENT}: {error}")
         return f"{device}: none, {error}"

@@ -11,21 +11,21 @@ from torch import nn
 STEPS_AT_ONCE = 8
 
 
-def mixing_rows(decay: torch.Tensor, keep: torch.Tensor) -> Iterator[torch.Tensor]:
+def mixing_rows(decay: torch.Tensor, input_gate: torch.Tensor) -> Iterator[torch.Tensor]:
     """The rows of Lambda, the matrix of a scan without its rotation: row t holds what of each token is in state t.
 
     Args:
         decay: of one image, in the order of the scan, (T, D).
-        keep: factor of the input, (T, D).
+        input_gate: factor of the input, (T, D).
 
     Yields:
         keep_s decay_(s+1) ... decay_t for every token s, zero after t, (T, D).
     """
     # one product a token instead of differences of summed logarithms, which a decay of zero would break
-    row = torch.zeros_like(keep)
+    row = torch.zeros_like(input_gate)
     for t in range(len(decay)):
         row = row * decay[t]
-        row[t] = keep[t]
+        row[t] = input_gate[t]
         yield row
 
 
@@ -34,10 +34,10 @@ def mixing_matrix(recurrence: NamedTuple, image: int = 0) -> torch.Tensor:
     matrix = 0
     for direction, angles in enumerate(recurrence.angles):
         angle = angles[min(image, len(angles) - 1)]  # (T, D)
-        decay, keep = recurrence.decay[image], recurrence.keep[image]
+        decay, input_gate = recurrence.decay[image], recurrence.input_gate[image]
         if direction == 1:
-            decay, keep = decay.flip(0), keep.flip(0)
-        decays = torch.stack(list(mixing_rows(decay, keep)))  # (T, T, D)
+            decay, input_gate = decay.flip(0), input_gate.flip(0)
+        decays = torch.stack(list(mixing_rows(decay, input_gate)))  # (T, T, D)
         turned = angle.unsqueeze(1) - angle.unsqueeze(0)
         one = torch.polar(decays.to(turned.dtype), turned).permute(2, 0, 1)
         matrix = matrix + (one.flip(1, 2) if direction == 1 else one)
@@ -49,10 +49,10 @@ def mixing_strength(recurrence: NamedTuple, image: int = 0) -> np.ndarray:
 
     The rotation does not change absolute values, so that the decays are enough.
     """
-    decay, keep = recurrence.decay[image], recurrence.keep[image]
-    strength = torch.stack([row.mean(dim=-1) for row in mixing_rows(decay, keep)])
+    decay, input_gate = recurrence.decay[image], recurrence.input_gate[image]
+    strength = torch.stack([row.mean(dim=-1) for row in mixing_rows(decay, input_gate)])
     if len(recurrence.angles) == 2:
-        rows = mixing_rows(decay.flip(0), keep.flip(0))
+        rows = mixing_rows(decay.flip(0), input_gate.flip(0))
         strength = strength + torch.stack([row.mean(dim=-1) for row in rows]).flip(0, 1)
     return strength.cpu().numpy()
 

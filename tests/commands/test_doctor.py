@@ -85,7 +85,7 @@ def test_a_backend_that_fails(monkeypatch):
 def test_a_backend_that_cannot_run(monkeypatch):
     reasons = {"cpu": "no C compiler found", "triton": None, "torch": None}
     monkeypatch.setattr(doctor, "unavailable", reasons.get)
-    monkeypatch.setattr(doctor, "resolve", lambda x, name: "torch")
+    monkeypatch.setattr(doctor, "backend_for", lambda x, name: "torch")
     diagnosis = doctor.Diagnosis()
     assert doctor.describe_choice(CPU, diagnosis) == "cpu: torch, because cpu cannot run: no C compiler found"
     assert "no C compiler found" in diagnosis.advice[0] and not diagnosis.problems

@@ -77,7 +77,7 @@ def check_model(report):
     # 14 bytes for each of 128 x 256 x 192 at 2.04 TB/s
     assert rows["A100", "tiny", "forward"]["least"] == pytest.approx(43.2, abs=0.1)
     for row in rows.values():
-        assert 0 < row["least"] < row["scan"] and row["products"] > 0
+        assert 0 < row["least"] < row["scan"] and row["matmuls"] > 0
 
 
 def check_that_a_broken_bar_fails(report, monkeypatch, capsys):

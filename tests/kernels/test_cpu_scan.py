@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hgrn_vision.kernels import cpu_build, cpu_glu, cpu_library, cpu_scan, reference
 
-CHUNK, BLOCK = cpu_library.CHUNK, cpu_library.BLOCK
+CHUNK, BD = cpu_library.CHUNK, cpu_library.BD
 REASON = cpu_library.unavailable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=f"no CPU kernels here: {REASON}")
 NAMES = ("out", "dx", "dbias", "dlower_bound", "dtheta")
@@ -89,10 +89,10 @@ def check(*inputs):
 @pytest.mark.parametrize("K", [1, 2])
 @pytest.mark.parametrize("rows", [3, 5])
 def test_matches_reference(T, K, rows):
-    check(*make_inputs(2, T, 5 if T == 1000 else BLOCK + 5, K, rows, bias=(T + K + rows) % 2 == 0))
+    check(*make_inputs(2, T, 5 if T == 1000 else BD + 5, K, rows, bias=(T + K + rows) % 2 == 0))
 
 
-@pytest.mark.parametrize("D", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+@pytest.mark.parametrize("D", [1, BD - 1, BD, BD + 1, 3 * BD])
 def test_any_width(D):
     check(*make_inputs(3, 40, D))
 
@@ -117,7 +117,7 @@ def test_gates_that_forget_nearly_everything():
 @pytest.mark.parametrize("K", [1, 2])
 @pytest.mark.parametrize("T", [1, 33, 196, 4 * CHUNK + 1])
 def test_one_batch_row_is_shared_out_by_chunks(T, K):
-    check(*make_inputs(1, T, 2 * BLOCK, K))
+    check(*make_inputs(1, T, 2 * BD, K))
 
 
 def test_many_chunks():
@@ -130,7 +130,7 @@ def test_chunks_fit_and_go_to_threads_in_equal_numbers():
     assert [-(-T // lengths[T]) for T in (196, 256, 576, 1024, 4096)] == [8, 8, 20, 32, 128]
 
 
-@pytest.mark.parametrize("D", [BLOCK, BLOCK + 3])
+@pytest.mark.parametrize("D", [BD, BD + 3])
 def test_any_strides(D):
     x, bias, lower_bound, theta, dout = (t.float() for t in make_inputs(2, 40, D))
     want = by_kernel(torch.float32, x, bias, lower_bound, theta, torch.full_like(dout, 0.5))
@@ -174,7 +174,7 @@ def guarded_memory(monkeypatch):
 @pytest.mark.parametrize("dtype", cpu_library.DTYPES)
 @pytest.mark.parametrize("B, T, K, rows", [(2, CHUNK + 1, 2, 5), (2, 3, 1, 3), (1, 4 * CHUNK + 1, 2, 5)])
 def test_stays_within_its_buffers(guarded_memory, dtype, B, T, K, rows):
-    inputs = make_inputs(B, T, 2 * BLOCK, K, rows)
+    inputs = make_inputs(B, T, 2 * BD, K, rows)
     want = by_kernel(dtype, *inputs)
 
     def between_nans(t):
@@ -185,7 +185,7 @@ def test_stays_within_its_buffers(guarded_memory, dtype, B, T, K, rows):
     got = by_kernel(dtype, *map(between_nans, inputs))
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
-    x, bias, dout = inputs[0][..., : 2 * BLOCK], inputs[1][: 2 * BLOCK], inputs[4][..., :BLOCK]
+    x, bias, dout = inputs[0][..., : 2 * BD], inputs[1][: 2 * BD], inputs[4][..., :BD]
     cpu_glu.forward(between_nans(x.to(dtype)), between_nans(bias))
     cpu_glu.backward(between_nans(dout.to(dtype)), between_nans(x.to(dtype)), bias)
     assert guarded_memory()
@@ -240,12 +240,12 @@ def test_gates_keep_their_precision_when_saturated(dtype, ulp):
 
 
 def test_nan_and_infinity_are_not_hidden():
-    x, bias, lower_bound, theta, dout = (t.float() for t in make_inputs(1, 40, BLOCK, K=1))
+    x, bias, lower_bound, theta, dout = (t.float() for t in make_inputs(1, 40, BD, K=1))
     x[0, 10, 3] = float("nan")
     for dtype in cpu_library.DTYPES:
         result = by_kernel(dtype, x, bias, lower_bound, theta, dout)
         # a causal scan hands it on to later tokens of its channel, and only to them
-        bad = torch.zeros(40, 2 * BLOCK, dtype=torch.bool)
+        bad = torch.zeros(40, 2 * BD, dtype=torch.bool)
         bad[10:, [3]] = True
         assert (result["out"][0].isnan() | ~bad).all() and not result["out"][0, :10].isnan().any()
         assert not result["out"][0][:, [0, 1, 2, 4]].isnan().any()
@@ -274,10 +274,10 @@ def test_every_kernel_is_told_the_number_of_threads(monkeypatch):
     for module in (cpu_scan, cpu_glu):
         monkeypatch.setattr(module, "call", lambda name, like, *args: told.update({name: args[-1]}))
         monkeypatch.setattr(module, "threads", lambda x: 7)
-    x, bias, lower_bound, theta, dout = make_inputs(2, 40, BLOCK)
+    x, bias, lower_bound, theta, dout = make_inputs(2, 40, BD)
     states = cpu_scan.forward(x, lower_bound, theta, bias)[1]
     cpu_scan.backward(dout, x, lower_bound, theta, bias, states)
-    x, bias = x[..., : 2 * BLOCK], bias[: 2 * BLOCK]
+    x, bias = x[..., : 2 * BD], bias[: 2 * BD]
     cpu_glu.backward(cpu_glu.forward(x, bias), x, bias)
     assert told == dict.fromkeys(("scan_forward", "scan_backward", "glu_forward", "glu_backward"), 7)
 

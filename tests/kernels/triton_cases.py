@@ -163,14 +163,14 @@ def test_stays_within_its_buffers(monkeypatch, K, fields):
     launch = triton_scan.launch
     launches = []
 
-    def guarded_launch(kernel, programs, channels_a_thread, *tensors, **constants):
+    def guarded_launch(kernel, programs, channels_per_thread, *tensors, **constants):
         memory = {}
         for tensor in tensors:
             if tensor is not None and id(tensor) not in memory:
                 memory[id(tensor)] = tensor.new_full((tensor.numel() + 4096,), torch.nan)
                 memory[id(tensor)][2048:-2048] = tensor.flatten()
         guarded = [None if t is None else memory[id(t)][2048:-2048].view(t.shape) for t in tensors]
-        launch(kernel, programs, channels_a_thread, *guarded, **constants)
+        launch(kernel, programs, channels_per_thread, *guarded, **constants)
         for tensor, copy in zip(tensors, guarded, strict=True):
             if tensor is not None:
                 tensor.copy_(copy)

@@ -1,5 +1,6 @@
 """Who computes: the choice by device, dtype, name and environment; the operators under PyTorch's own checks."""
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -26,7 +27,28 @@ def automatic(monkeypatch):
 
 
 def resolved(dtype=torch.float32, name=None):
-    return backend.resolve(torch.empty(1, dtype=dtype), name)
+    return backend.backend_for(torch.empty(1, dtype=dtype), name)
+
+
+@pytest.mark.parametrize("name, operation", [(name, op) for name, row in backend.TABLE.items() for op in row.modules])
+def test_a_backends_modules_keep_to_the_contract(name, operation):
+    """Every function of the operation's protocol is there, with the same parameters in the same order."""
+    module = backend.kernels(name, operation)
+    contract = {
+        key: value for key, value in vars(backend.OPERATIONS[operation]).items() if isinstance(value, staticmethod)
+    }
+    assert contract
+    for function, declared in contract.items():
+        got, want = (inspect.signature(f).parameters for f in (getattr(module, function), declared.__func__))
+        assert list(got) == list(want), function
+
+
+def test_operations_are_looked_up_by_name():
+    offers = {name: [op for op in backend.OPERATIONS if backend.has_kernels(name, op)] for name in backend.TABLE}
+    assert offers == {"triton": ["scan"], "cpu": ["scan", "glu", "block"], "torch": []}
+    assert backend.kernels("cpu", "glu") is cpu_glu and backend.kernels("cpu", "scan") is cpu_scan
+    with pytest.raises(KeyError, match="glu"):
+        backend.kernels("triton", "glu")
 
 
 def test_auto_follows_device_and_dtype(caplog):
@@ -75,8 +97,9 @@ def record_kernels(monkeypatch):
     """The names of the CPU kernels as they are called from now on."""
     calls = []
     kernels = [(cpu_scan, "forward"), (cpu_scan, "backward"), (cpu_glu, "forward"), (cpu_glu, "backward")]
-    for module, name in [*kernels, (cpu_block, "block_forward")]:
-        kernel, called = getattr(module, name), f"glu_{name}" if module is cpu_glu else name
+    for module, name in [*kernels, (cpu_block, "forward")]:
+        prefix = {cpu_scan: "", cpu_glu: "glu_", cpu_block: "block_"}[module]
+        kernel, called = getattr(module, name), prefix + name
         monkeypatch.setattr(module, name, lambda *a, k=kernel, n=called: (calls.append(n), k(*a))[1])
     return calls
 
@@ -111,7 +134,7 @@ def test_kernels_run_with_and_without_gradients(monkeypatch):
     calls.clear()
     model(x).sum().backward()
     assert calls[:4] == ["forward", "glu_forward"] * 2
-    # the product of the GLU is not kept but computed again
+    # the activation of the GLU is not kept but computed again
     assert sorted(calls[4:]) == sorted(["backward", "glu_backward", "glu_forward"] * 2)
 
 
@@ -160,7 +183,7 @@ def test_compiled_scan_matches_reference(compiler):
 def test_autocast_runs_the_scan_in_bfloat16():
     model = timm.create_model("hgrn_deit_tiny", **MODEL)
     seen = []
-    kernels = backend.kernels("cpu")
+    kernels = backend.kernels("cpu", "scan")
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.MonkeyPatch.context() as patch:
         forward = kernels.forward
         patch.setattr(kernels, "forward", lambda x, *rest: (seen.append(x.dtype), forward(x, *rest))[1])

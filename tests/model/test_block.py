@@ -15,7 +15,7 @@ from hgrn_vision.layers import Hgru
 
 REASON = cpu_library.unavailable()
 pytestmark = pytest.mark.skipif(
-    bool(REASON) or not cpu_block.has_block(torch.empty(1, 1, 32)), reason=f"no kernel for blocks here: {REASON}"
+    bool(REASON) or not cpu_block.is_faster(torch.empty(1, 1, 32)), reason=f"no kernel for blocks here: {REASON}"
 )
 
 
@@ -51,8 +51,8 @@ def expected(block, x, lower_bound):
 @pytest.fixture
 def calls(monkeypatch):
     """Counts the calls of the kernel for whole blocks."""
-    made, kernel = [], cpu_block.block_forward
-    monkeypatch.setattr(cpu_block, "block_forward", lambda *args: made.append(1) or kernel(*args))
+    made, kernel = [], cpu_block.forward
+    monkeypatch.setattr(cpu_block, "forward", lambda *args: made.append(1) or kernel(*args))
     return made
 
 
@@ -130,14 +130,14 @@ def test_stays_within_its_buffers(monkeypatch):
 
 def test_memory_is_kept_for_the_next_block_unless_it_is_large(monkeypatch):
     monkeypatch.setattr(cpu_block, "_kept", threading.local())
-    large, small = cpu_block._room(1000, torch.float32), cpu_block._room(900, torch.float32)
+    large, small = cpu_block._workspace(1000, torch.float32), cpu_block._workspace(900, torch.float32)
     assert large.data_ptr() == small.data_ptr()
     cpu_block.release_memory()
-    assert cpu_block._kept.room is None
-    assert cpu_block._room(10, torch.float64).dtype == torch.float64
+    assert cpu_block._kept.workspace is None
+    assert cpu_block._workspace(10, torch.float64).dtype == torch.float64
     monkeypatch.setattr(cpu_block, "KEPT", 1000)
-    cpu_block._room(1000, torch.float32)
-    assert cpu_block._kept.room is None
+    cpu_block._workspace(1000, torch.float32)
+    assert cpu_block._kept.workspace is None
 
 
 def test_threads_do_not_share_their_memory():
@@ -206,6 +206,18 @@ def test_traces_record_the_operations_whatever_backend_is_asked_for():
         torch.testing.assert_close(traced(x, lower_bound), block(x, lower_bound))
 
 
+@pytest.mark.parametrize("path", cpu_library.BLOCK_WEIGHTS)
+def test_every_weight_reaches_the_kernel_by_its_name(calls, path):
+    """Another value of one weight changes the kernel's output as it changes the definition's."""
+    block, x, lower_bound = make_block(), torch.randn(2, 9, 64), torch.rand(64)
+    before = block(x, lower_bound)
+    weight = lower_bound if path == "lower_bound" else block.get_parameter(path)
+    weight.copy_(weight.flip(0) * 0.7)
+    after = block(x, lower_bound)
+    assert error(after, expected(block, x, lower_bound)) <= 2e-6 and len(calls) == 2
+    assert not torch.allclose(after, before, rtol=1e-3)
+
+
 def test_hooks_are_called_once_for_each_layer(calls):
     block, seen = make_block(), []
     x, lower_bound = torch.randn(2, 9, 64), torch.rand(64)
@@ -249,27 +261,27 @@ def test_where_it_is_used(calls, threads):
     assert len(calls) == 60
 
 
-def test_without_a_product_to_call(calls, monkeypatch):
-    monkeypatch.setattr(cpu_block, "_products", lambda dtype: None)
+def test_without_a_matmul_to_call(calls, monkeypatch):
+    monkeypatch.setattr(cpu_block, "_blas", lambda dtype: None)
     block, x, lower_bound = make_block(), torch.randn(2, 9, 64), torch.rand(64)
     assert error(block(x, lower_bound), expected(block, x, lower_bound)) <= 2e-6 and not calls
 
 
 @pytest.mark.parametrize("library", [{}, {"sgemm_": lambda *args: None}], ids=["missing", "wrong"])
-def test_a_product_is_tried_before_it_is_used(monkeypatch, library):
-    cpu_block._products.cache_clear()
+def test_a_matmul_is_tried_before_it_is_used(monkeypatch, library):
+    cpu_block._blas.cache_clear()
     monkeypatch.setattr(cpu_block.ctypes, "CDLL", lambda path: SimpleNamespace(**library))
-    assert not cpu_block.has_block(torch.empty(2, 9, 64))
-    cpu_block._products.cache_clear()
+    assert not cpu_block.is_faster(torch.empty(2, 9, 64))
+    cpu_block._blas.cache_clear()
     monkeypatch.undo()
-    assert cpu_block.has_block(torch.empty(2, 9, 64))
+    assert cpu_block.is_faster(torch.empty(2, 9, 64))
 
 
-def test_trying_the_product_leaves_random_numbers_alone():
-    """A resumed run tries it at another moment than one that was never stopped, and must stay equal to it."""
+def test_trying_the_matmul_leaves_random_numbers_alone():
+    """A resumed run tries it at another step than an uninterrupted run, and must stay equal to it."""
     state = torch.get_rng_state()
-    cpu_block._products.cache_clear()
-    assert cpu_block.has_block(torch.empty(2, 9, 64))
+    cpu_block._blas.cache_clear()
+    assert cpu_block.is_faster(torch.empty(2, 9, 64))
     assert torch.equal(torch.get_rng_state(), state)
 
 

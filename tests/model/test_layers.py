@@ -143,9 +143,9 @@ def test_other_kinds_of_lower_bounds():
 def test_decay_is_at_least_the_lower_bound():
     layer = AblatedHgru(D)
     lower_bound = torch.rand(D)
-    decay, keep = layer.gates(10 * torch.randn(B, T, 5 * D), lower_bound)
+    decay, input_gate = layer.gates(10 * torch.randn(B, T, 5 * D), lower_bound)
     assert (decay >= lower_bound).all() and (decay <= 1).all()
-    torch.testing.assert_close(keep, 1 - decay, rtol=0, atol=1e-6)
+    torch.testing.assert_close(input_gate, 1 - decay, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("act", [nn.SiLU, nn.GELU])
