@@ -30,11 +30,9 @@ def add_inference_arguments(parser: argparse.ArgumentParser) -> None:
         "--img-size", type=at_least_one, metavar="N", help="side of the model's input (default: as trained)"
     )
     parser.add_argument(
-        "--batch-size", type=at_least_one, default=32, metavar="N", help="pictures at once (default 32)"
+        "--batch-size", type=at_least_one, default=32, metavar="N", help="images in one forward pass (default 32)"
     )
-    parser.add_argument(
-        "--max-pixels", type=at_least_one, default=MAX_PIXELS, metavar="N", help="refuse larger pictures"
-    )
+    parser.add_argument("--max-pixels", type=at_least_one, default=MAX_PIXELS, metavar="N", help="refuse larger images")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
 
 

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument(
-        "data", help="folder with a sub-folder a class (or val/ in it), .tar, .csv of file,label, or digits"
+        "data", help="folder with one sub-folder per class (or val/ in it), .tar, .csv of file,label, or digits"
     )
     parser.add_argument("--output", metavar="FOLDER", help=f"write {', '.join(FILES)} there")
     parser.add_argument("--force", action="store_true", help="overwrite these files")

@@ -31,7 +31,7 @@ SHOWN_LAYERS = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
     parser.add_argument("model", help=MODEL_HELP)
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="picture, folder, or pattern such as 'a/*.png'")
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder, or pattern such as 'a/*.png'")
     parser.add_argument(
         "--output",
         default="explanation",
@@ -46,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=at_least_one, default=64, metavar="N", help="gradients a map is averaged over (default 64)"
     )
     parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the model's input (as trained)")
-    parser.add_argument(
-        "--max-pixels", type=at_least_one, default=MAX_PIXELS, metavar="N", help="refuse larger pictures"
-    )
+    parser.add_argument("--max-pixels", type=at_least_one, default=MAX_PIXELS, metavar="N", help="refuse larger images")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
     parser.add_argument("--force", action="store_true", help="overwrite files in the folder")
 

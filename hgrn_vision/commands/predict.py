@@ -30,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="+",
         metavar="FILE",
-        help="picture, folder (all pictures below it), pattern such as 'a/*.png', or - for a list on standard input",
+        help="image, folder (all images below it), pattern such as 'a/*.png', or - for a list on standard input",
     )
     parser.add_argument(
-        "--top", type=at_least_one, default=5, metavar="K", help="classes named for each picture (default 5)"
+        "--top", type=at_least_one, default=5, metavar="K", help="classes named for each image (default 5)"
     )
     parser.add_argument("--csv", metavar="OUT", help="write a CSV table; - is standard output, here and below")
-    parser.add_argument("--json", metavar="OUT", help="write a JSON list, one object a line")
-    parser.add_argument("--html", metavar="OUT", help="write a page with the pictures and their labels")
+    parser.add_argument("--json", metavar="OUT", help="write a JSON list, one object per line")
+    parser.add_argument("--html", metavar="OUT", help="write a page with the images and their labels")
     parser.add_argument("--force", action="store_true", help="overwrite output files")
     add_inference_arguments(parser)
 
