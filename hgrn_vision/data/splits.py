@@ -84,14 +84,14 @@ def open_splits(config: DataSettings) -> tuple[Split | Stream, Split | Stream]:
         raise ValueError(f"only one class ({class_names[0]}) in {_where(config)}; a classifier needs at least two")
     train = _match(listing, "train", class_names, config)
     if validation is not None:
-        return train, _limit(_match(validation, "validation", class_names, config), config)
+        return train, limit(_match(validation, "validation", class_names, config), config)
     kept, held_out = stratified_holdout(train.labels, _holdout(config))
     if not len(held_out):
         raise ValueError(
             f"{_where(config)}: one image of each class is too few to hold any out for validation; "
             "add images, or a val folder"
         )
-    return train.subset(kept), _limit(train.subset(held_out, "validation"), config)
+    return train.subset(kept), limit(train.subset(held_out, "validation"), config)
 
 
 def open_validation(
@@ -106,11 +106,11 @@ def open_validation(
         return _open_stream(config, "validation", class_names)
     listing = _list(config, "validation")
     if listing is not None:
-        return _limit(_match(listing, "validation", class_names, config, aliases), config)
+        return limit(_match(listing, "validation", class_names, config, aliases), config)
     everything = _match(_list(config, "train"), "validation", class_names, config, aliases)
     if _holdout(config):
         everything = everything.subset(stratified_holdout(everything.labels, _holdout(config))[1])
-    return _limit(everything, config)
+    return limit(everything, config)
 
 
 def steps_per_epoch(train: Split | Stream, config: DataSettings) -> int:
@@ -262,7 +262,7 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _limit(validation: Split, config: DataSettings) -> Split:
+def limit(validation: Split, config: DataSettings) -> Split:
     """At most config.eval_images images, drawn from all classes."""
     if not config.eval_images or config.eval_images >= len(validation):
         return validation

@@ -13,7 +13,7 @@ from ..data import sources
 from ..data.images import BadImage
 from ..data.pack import Progress
 from ..data.photos import Photos, hold_out, open_photos
-from ..data.splits import Split, match_folders, read_classes, some
+from ..data.splits import Split, limit, match_folders, read_classes, some
 from ..data.transforms import eval_transform, normalise
 from .config import TrainConfig
 from .teachers import Teacher
@@ -44,8 +44,11 @@ def open_photo_splits(config: TrainConfig, teacher: Teacher, progress: Progress 
     if not len(kept):
         raise ValueError(f"one photograph in {', '.join(config.photos)} is too few to hold any out for validation")
     # the labels of the training images are never looked at
-    train = Split("train", photos.source, class_names, np.zeros(len(kept), dtype=np.int64), kept, config.max_pixels)
-    return PhotoSplits(photos, train, _label(replace(train, name="agreement", rows=held_out), teacher), labelled)
+    nothing = np.zeros(len(photos.rows), dtype=np.int64)
+    train = Split("train", photos.source, class_names, nothing[: len(kept)], kept, config.max_pixels)
+    agreement = replace(train, name="agreement", labels=nothing[: len(held_out)], rows=held_out)
+    agreement = _label(limit(agreement, config), teacher)
+    return PhotoSplits(photos, train, agreement, limit(labelled, config) if labelled else None)
 
 
 def _label(split: Split, teacher: Teacher, batch: int = 64) -> Split:

@@ -164,10 +164,12 @@ def test_photographs_that_look_like_validation_images_are_listed(place, launch):
     assert read(place / "copies-run" / "checkpoints" / "last.safetensors").train_images == 24
 
 
-def test_features_and_files_without_a_pack(place, launch):
-    arguments = ["photos", "more", "--teacher", "teacher", *TINY, "--distill", "both", "--pack", 0]
-    code, output = launch.run(*arguments, "--output", "features", "--epochs", 2, "--epoch-steps", 2)
+def test_features_files_without_a_pack_and_few_images_to_validate_on(place, launch):
+    arguments = ["photos", "more", "--teacher", "teacher", "--val", "val", *TINY, "--distill", "both", "--pack", 0]
+    code, output = launch.run(*arguments, "--output", "features", "--epochs", 2, "--epoch-steps", 2, "--eval-images", 4)
     assert code == 0, output
+    assert "4 validation images" in output
+    assert {row["agreement"] for row in log(place / "features")} <= {"0.0", "25.0", "50.0", "75.0", "100.0"}
     checkpoint = read(place / "features" / "checkpoints" / "last.safetensors")
     assert checkpoint.projection["weight"].shape == (32, 16, 1, 1)
     assert "broken.jpg" in (place / "features" / "bad_images.csv").read_text()
