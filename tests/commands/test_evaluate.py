@@ -124,6 +124,7 @@ def test_classes_are_matched_by_name(model, data, tmp_path, capsys, caplog):
     assert (absent["class"], absent["images"], absent["recall"]) == (CLASSES[0], "0", "")
     for name in CLASSES[1:]:
         shutil.rmtree(data / name)
+    capsys.readouterr()
     assert main(["evaluate", model, str(data)]) == 2
     error = capsys.readouterr().err
     assert "has a class that the model knows" in error and "a cat" in error and error.count("\n") == 1
