@@ -46,15 +46,15 @@ def compare() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--demo", type=Path, metavar="RUN", help="a finished run of `hgrn-vision train`")
     args, flags = parser.parse_known_args()
-    pictures, demo = args.folder / "pictures", args.demo or args.folder / "demo"
+    images, demo = args.folder / "pictures", args.demo or args.folder / "demo"
     if not args.demo:
         run("train", "--output", str(demo))
-    if not pictures.exists():
-        run("digits", str(pictures))
+    if not images.exists():
+        run("digits", str(images))
     curves = {}
     for name, start in (("from the demo run", ["--init", str(demo)]), ("from scratch", [])):
         output = args.folder / name.replace(" ", "-")
-        run("finetune", str(pictures), "--output", str(output), *start, *STEPS, *flags)
+        run("finetune", str(images), "--output", str(output), *start, *STEPS, *flags)
         if not (output / "report.html").exists():
             raise SystemExit("stopped; the same command continues")
         curves[name] = curve(output)

@@ -1,4 +1,4 @@
-"""Classify a picture with an exported model, without torch: python run_onnx.py MODEL.onnx PICTURE"""
+"""Classify an image with an exported model, without torch: python run_onnx.py MODEL.onnx IMAGE"""
 
 import json
 import sys

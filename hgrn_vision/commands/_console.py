@@ -165,7 +165,7 @@ def check_free(paths: Iterable[str | os.PathLike], force: bool) -> None:
         if path != STDOUT and os.path.isdir(path):
             raise ValueError(f"{path} is a folder, expected the name of a file")
         if path != STDOUT and os.path.lexists(path) and not force:
-            raise ValueError(f"{path} exists already; choose another name, or overwrite it with --force")
+            raise ValueError(f"{path} already exists; choose another name, or overwrite it with --force")
 
 
 def printable(text: str) -> str:

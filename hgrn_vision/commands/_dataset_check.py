@@ -1,4 +1,4 @@
-"""What a folder of pictures holds: classes, sizes, unreadable files, pictures that are on both sides of the split."""
+"""What a folder of images holds: classes, sizes, unreadable files, images on both sides of the split."""
 
 import os
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from ..data.splits import Split
 from ..randomness import numpy_generator
 from ._console import printable
 
-LOOKED_AT = 5000  # pictures; of more, as many are drawn
+LOOKED_AT = 5000  # images; from larger sets this many are drawn at random
 NAMED = 3  # examples that are printed
-THUMBNAIL = 16  # side of the grey pictures that are compared
+THUMBNAIL = 16  # side of the grey images that are compared
 PHOTO_SIDE = 32  # smaller images are glyphs, icons, sprites
-COLOURED = 16  # levels between two channels of one pixel; JPEG gives a grey image some of it
-ALIKE = 2.0  # grey levels that two of them may differ by, root mean square: what another JPEG quality changes
+COLOURED = 16  # levels between two channels of one pixel; JPEG makes grey images slightly coloured
+ALIKE = 2.0  # root mean square difference, in grey levels, that another JPEG quality can cause
 
 
 class Look(NamedTuple):
@@ -48,13 +48,13 @@ class Survey:
     where: str
     train: Split
     validation: Split
-    sizes: np.ndarray  # (n, 2) width and height of the readable pictures looked at
+    sizes: np.ndarray  # (n, 2) width and height of the readable images looked at
     looked_at: int
     bad: list[Look]
-    twins: list[tuple[str, str]]  # names of a training and a validation picture that look alike
-    empty: list[str] = field(default_factory=list)  # class folders without a picture
-    ignored: list[str] = field(default_factory=list)  # files that are no pictures by their name
-    coloured: float = 0.0  # share of the readable pictures
+    twins: list[tuple[str, str]]  # names of a training and a validation image that look alike
+    empty: list[str] = field(default_factory=list)  # class folders without images
+    ignored: list[str] = field(default_factory=list)  # files not named like images
+    coloured: float = 0.0  # share of the readable images
 
     @property
     def side(self) -> int:
@@ -63,23 +63,23 @@ class Survey:
 
     @property
     def photographs(self) -> bool:
-        """Whether these are photographs as a model that has seen others expects them: in colour, and no icons."""
+        """Whether these are photographs such as a model trained on others expects: in colour, and not icons."""
         return self.side >= PHOTO_SIDE and self.coloured > 0.5
 
     def lines(self) -> Iterator[str]:
-        """One line that says it all, then one for each thing to look after."""
+        """One line with the summary, then one for each thing that needs attention."""
         train, validation = len(self.train), len(self.validation)
         classes = len(self.train.class_names)
-        looked = "" if self.looked_at == train + validation else f" of {self.looked_at:,} looked at"
+        looked = "" if self.looked_at == train + validation else f" of {self.looked_at:,} checked"
         yield (
             f"Found {train + validation:,} images of {classes:,} classes in {self.where}: {train:,} for training "
-            f"({self._per_class()} a class), {validation:,} for validation, {self._sizes()}, "
+            f"({self._per_class()} per class), {validation:,} for validation, {self._sizes()}, "
             f"{len(self.bad) or 'none'}{looked} unreadable, "
             f"{len(self.twins) or 'no'} suspected duplicate{'s' * (len(self.twins) != 1)} across the split."
         )
         yield from _examples("unreadable", [f"{look.name}: {look.reason}" for look in self.bad])
         yield from _examples("in training and validation", [f"{one} and {other}" for one, other in self.twins])
-        yield from _examples("folder without images, no class", self.empty)
+        yield from _examples("folder without images, not a class", self.empty)
         yield from _examples("left out, not named like an image", self.ignored)
         unseen = np.setdiff1d(np.arange(classes), self.validation.labels)
         yield from _examples("class without validation images", [self.train.class_names[label] for label in unseen])
@@ -103,7 +103,7 @@ def _examples(what: str, items: list[str]) -> Iterator[str]:
 
 
 def survey(where: str, train: Split, validation: Split, show_progress: bool = False) -> Survey:
-    """Open the pictures of both splits, or 5,000 of them, and tell what they are like."""
+    """Open the images of both splits, or 5,000 of them, and describe them."""
     everything = [(split, index) for split in (train, validation) for index in range(len(split))]
     if len(everything) > LOOKED_AT:
         drawn = np.sort(numpy_generator(0).permutation(len(everything))[:LOOKED_AT])
@@ -113,7 +113,7 @@ def survey(where: str, train: Split, validation: Split, show_progress: bool = Fa
             tqdm(
                 threads.map(_look, *zip(*everything, strict=True)),
                 total=len(everything),
-                desc="looking at the images",
+                desc="checking the images",
                 disable=not show_progress,
                 leave=False,
             )
@@ -139,12 +139,12 @@ def _look(split: Split, index: int) -> Look:
 
 
 def _twins(looks: list[Look], train: Split) -> list[tuple[str, str]]:
-    """Training pictures that look like validation pictures, one for each of the latter."""
+    """Training images that look like validation images, one for each of the latter."""
     ours = [look for look in looks if look.split is train]
     theirs = [look for look in looks if look.split is not train]
     if not ours or not theirs:
         return []
-    # whole numbers up to 255: these sums of 256 products are exact in float32
+    # whole numbers up to 255: the sums of 256 of their products are exact in float32
     x, y = (torch.from_numpy(np.stack([look.thumbnail for look in side])) for side in (ours, theirs))
     distances = x.square().sum(1)[:, None] + y.square().sum(1) - 2 * x @ y.T  # (ours, theirs)
     nearest, found = distances.min(0)
@@ -153,7 +153,7 @@ def _twins(looks: list[Look], train: Split) -> list[tuple[str, str]]:
 
 
 def _walk(train: Split) -> tuple[list[str], list[str]]:
-    """Folders beside the classes without a picture, and files that are not named like one."""
+    """Folders beside the classes that hold no images, and files not named like images."""
     root = getattr(train.source, "root", None)
     if root is None:
         return [], []

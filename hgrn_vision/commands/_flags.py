@@ -25,7 +25,7 @@ def at_least_one(text: str) -> int:
 
 
 def add_inference_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that every command over many pictures has."""
+    """The flags shared by the commands that go through many images."""
     parser.add_argument(
         "--img-size", type=at_least_one, metavar="N", help="side of the model's input (default: as trained)"
     )
@@ -123,17 +123,17 @@ def _spell(default: Any) -> str:
     return str(default) if default not in (None, "", {}, ()) else "none"
 
 
-def find_pictures(inputs: Iterable[str]) -> Iterator[str]:
+def find_images(inputs: Iterable[str]) -> Iterator[str]:
     """Paths of the inputs, one by one; what is not there is passed on, so that it gets a row of its own."""
     for text in inputs:
         if text == "-":
             lines = (os.fsdecode(line.rstrip(b"\r\n")) for line in sys.stdin.buffer)
-            yield from find_pictures(line for line in lines if line and line != "-")
+            yield from find_images(line for line in lines if line and line != "-")
         elif os.path.isdir(text):
             yield from _below(text)
         elif glob.has_magic(text) and not os.path.lexists(text):
             matches = sorted(glob.iglob(text, recursive=True))
-            yield from find_pictures(matches) if matches else [text]
+            yield from find_images(matches) if matches else [text]
         else:
             yield text
 

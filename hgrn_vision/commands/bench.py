@@ -53,16 +53,24 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", metavar="NAME", default=MODELS, help="models to measure")
-    parser.add_argument("--peers", nargs="+", metavar="NAME", default=PEERS, help="for each the timm model beside it")
+    parser.add_argument("--peers", nargs="+", metavar="NAME", default=PEERS, help="the timm model to compare each with")
     parser.add_argument("--sizes", nargs="+", type=int, metavar="PIXELS", default=[224, 384, 512, 768, 1024])
-    parser.add_argument("--batch", nargs="+", type=int, metavar="N", help="images a batch for each size [as 32 at 224]")
+    parser.add_argument(
+        "--batch", nargs="+", type=int, metavar="N", help="images per batch for each size [in proportion to 32 at 224]"
+    )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, help="what to time [all three]")
-    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="time for each line [6]")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="[cuda, else cpu]")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights [float32]")
+    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="seconds to spend on each line [6]")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device [cuda, else cpu]"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights [float32]"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), metavar="DIR", help="[runs/bench]")
-    parser.add_argument("--force", action="store_true", help="overwrite what is there")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/bench"), metavar="DIR", help="output folder [runs/bench]"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     _write_table(table, rows)
     with open_output(chart, binary=True) as file:
         file.write(to_png(speed_chart([asdict(row) for row in rows if row.task != "latency"])))
-    print("share: time of the model's linear layers alone over the model's own; MB: at the peak of a step")
+    print("share: time of the linear layers alone, as part of the model's; MB: memory at the peak of a step")
     print(f"table: {table}\nchart: {chart}")
     return 0
 
@@ -92,9 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
     for name in (*args.models, *args.peers):
         if not timm.is_model(name):
-            raise ValueError(
-                f"unknown model {name!r}; `hgrn-vision models` and timm.list_models() name those there are"
-            )
+            raise ValueError(f"unknown model {name!r}; `hgrn-vision models` and timm.list_models() list the known ones")
     peers = args.peers * len(args.models) if len(args.peers) == 1 else args.peers[: len(args.models)]
     if len(peers) < len(args.models):
         raise ValueError(f"{len(args.models)} models need as many --peers, or one for all; got {len(args.peers)}")

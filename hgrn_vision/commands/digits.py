@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the files; all of them or none."""
     folder = Path(args.folder)
     if folder.exists():
-        raise ValueError(f"{folder} exists already; choose another name")
+        raise ValueError(f"{folder} already exists; choose another name")
     # the validation part is what the demo run holds out too, so that nothing trained on the digits has seen it
     train, validation = open_splits(ImageSettings("digits", holdout=RECIPES["digits"].settings["holdout"]))
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")

@@ -27,11 +27,11 @@ SHOWN = {
     "distill_temperature": "softmax temperature of the logits [1]",
     "classes": "file of the teacher's class names, one per line, where it has none",
     "holdout": "share of the photographs to measure agreement on [0.01]",
-    "pack": "side that photographs are kept at, decoded; 0 reads the files",
-    "cache": "folder for that [photo-cache beside the run]",
+    "pack": "side of the decoded photographs that are kept; 0 reads the files",
+    "cache": "folder for them [photo-cache beside the run]",
     "epochs": "passes over the photographs [30]",
     "epoch_steps": "end each epoch after this many steps",
-    "batch_size": "images in a step [128]",
+    "batch_size": "images per step [128]",
     "lr": "peak learning rate [1e-3]",
     "device": "cpu, cuda, ... [a GPU where there is one]",
 }
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--val",
         default="",
         metavar="FOLDER",
-        help="labelled images, in sub-folders named as the teacher's classes",
+        help="labelled images, in sub-folders named after the teacher's classes",
     )
     parser.add_argument("--config", metavar="YAML", help="settings in a file, all of `hgrn-vision train`")
     parser.add_argument("--allow-change", action="store_true", help="continue a run with other settings")

@@ -123,7 +123,7 @@ def describe_compiler() -> list[str]:
         return [f"none: {error}"]
     text = f"{' '.join(command)}: {version.strip().splitlines()[0]}"
     if folder is None:
-        return [text, "cache: none that only this user can write to, so that kernels are built in every process"]
+        return [text, "cache: none that only this user can write to, so every process builds the kernels"]
     return [text, f"cache: {folder}, {len(list(folder.glob('*.so')))} libraries"]
 
 
@@ -156,7 +156,7 @@ def _test_backend(backend: str, device: torch.device, diagnosis: Diagnosis) -> s
         # written so that NaN fails too
         if not error <= tolerance:
             diagnosis.problems.append(
-                f"backend {backend} computes wrongly on {device} (error {errors[-1]}, expected {tolerance:g}): "
+                f"backend {backend} gives wrong results on {device} (error {errors[-1]}, expected {tolerance:g}): "
                 f"choose another with {ENVIRONMENT}, and report it"
             )
             return f"{backend} on {device}: WRONG, error {', '.join(errors)}"
@@ -189,11 +189,11 @@ def describe_space(diagnosis: Diagnosis) -> list[str]:
     free = shutil.disk_usage(Path.cwd()).free
     lines = [f"disk: {_gigabytes(free)} free in {Path.cwd()}"]
     if free < LEAST_SPACE:
-        diagnosis.problems.append(f"make room on the disk of {Path.cwd()}: only {_gigabytes(free)} are free")
+        diagnosis.problems.append(f"free some disk space in {Path.cwd()}: only {_gigabytes(free)} left")
     memory = available_memory()
-    lines.append(f"memory: {_gigabytes(memory)} available" if memory else f"memory: not known on {sys.platform}")
+    lines.append(f"memory: {_gigabytes(memory)} available" if memory else f"memory: unknown on {sys.platform}")
     if memory and memory < LEAST_SPACE:
-        diagnosis.problems.append(f"end other programs: only {_gigabytes(memory)} of memory are available")
+        diagnosis.problems.append(f"close other programs: only {_gigabytes(memory)} of memory left")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`hgrn-vision evaluate`: accuracy, per-class figures, confusions and calibration on labelled pictures."""
+"""`hgrn-vision evaluate`: accuracy, per-class figures, confusions and calibration on labelled images."""
 
 import argparse
 import csv
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate; 1 if any picture could not be read."""
+    """Evaluate; 1 if any image could not be read."""
     if args.output:
         check_free([Path(args.output) / name for name in FILES], args.force)
     loaded = load_model(args.model, args.device, args.img_size)

@@ -21,7 +21,7 @@ from ..report.gates import GateStatistics
 from ..report.interpret_figures import evidence_figure, gate_figure, mixing_figure
 from ..report.style import to_png
 from ._console import check_free, open_output, printable
-from ._flags import MODEL_HELP, at_least_one, find_pictures
+from ._flags import MODEL_HELP, at_least_one, find_images
 
 EXAMPLE = "hgrn-vision explain runs/flowers rose.jpg tulip.jpg --output explained"
 ANSWERS = 5
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--class", dest="label", metavar="NAME", help="evidence for this class (default: the answer)")
     parser.add_argument(
-        "--steps", type=at_least_one, default=64, metavar="N", help="gradients a map is averaged over (default 64)"
+        "--steps", type=at_least_one, default=64, metavar="N", help="gradients averaged for each map (default 64)"
     )
     parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the model's input (as trained)")
     parser.add_argument("--max-pixels", type=at_least_one, default=MAX_PIXELS, metavar="N", help="refuse larger images")
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain; nothing is written unless every picture can be read."""
-    paths = list(find_pictures(args.images))
+    """Explain; nothing is written unless every image can be read."""
+    paths = list(find_images(args.images))
     names = _file_names(paths)
     folder = Path(args.output)
     _check_folder(folder, names, args.force)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             tqdm.write(f"{image.name}: {image.answers[0][0]} ({image.answers[0][1]:.1%})", file=sys.stdout)
 
     _write_summary(folder, loaded, statistics, images)
-    print(f"wrote {folder / 'index.html'} and {2 * len(images) + 1} pictures")
+    print(f"wrote {folder / 'index.html'} and {2 * len(images) + 1} images")
     return 0
 
 
@@ -107,7 +107,7 @@ def explain_image(
         label=label,
         gain=found.gain,
         total=float(found.cells.sum()),
-        evidence=to_png(evidence_figure(_picture(loaded, tensor), found.cells, model.patch_embed.patch_size, label)),
+        evidence=to_png(evidence_figure(_pixels(loaded, tensor), found.cells, model.patch_embed.patch_size, label)),
         mixing=to_png(mixing_figure(strengths, found.cells.shape, int(found.cells.argmax()), both_ways)),
     )
 
@@ -140,9 +140,9 @@ def _write_summary(folder: Path, loaded: LoadedModel, statistics: GateStatistics
         writer = csv.writer(file)
         writer.writerow(GateRow._fields)
         writer.writerows(table)
-    picture = to_png(gate_figure(statistics.mean(), statistics.median(), statistics.histogram(), bounds))
-    _write(folder / "gates.png", picture)
-    page = render_explanation(Explanation(f"What {printable(loaded.name)} does", table, picture, images))
+    chart = to_png(gate_figure(statistics.mean(), statistics.median(), statistics.histogram(), bounds))
+    _write(folder / "gates.png", chart)
+    page = render_explanation(Explanation(f"What {printable(loaded.name)} does", table, chart, images))
     _write(folder / "index.html", page.encode())
 
 
@@ -168,7 +168,7 @@ def _check_folder(folder: Path, names: list[str], force: bool) -> None:
 
 def _chosen_layers(loaded: LoadedModel, asked: list[int] | None) -> list[int]:
     if not hasattr(loaded.model, "recurrences"):
-        raise ValueError(f"{loaded.name} is no HGRN model: it has no forget gates to explain")
+        raise ValueError(f"{loaded.name} is not an HGRN model: it has no forget gates to explain")
     depth = len(loaded.model.blocks)
     if asked is None:
         return sorted({round(layer) for layer in np.linspace(1, depth, min(SHOWN_LAYERS, depth))})
@@ -193,7 +193,7 @@ def _read(loaded: LoadedModel, path: str, max_pixels: int) -> torch.Tensor:
         raise ValueError(f"{printable(os.fspath(path))}: {error}") from error
 
 
-def _picture(loaded: LoadedModel, tensor: torch.Tensor) -> np.ndarray:
+def _pixels(loaded: LoadedModel, tensor: torch.Tensor) -> np.ndarray:
     """The model's input as pixels again, (H, W, 3)."""
     pixels = (unnormalise(tensor, loaded.spec) * 255).round().clamp(0, 255).byte()
     return pixels.expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()

@@ -75,8 +75,8 @@ FORMATS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
     parser.add_argument("model", help=MODEL_HELP)
-    parser.add_argument("--format", choices=FORMATS, default="onnx", help="kind of file (default onnx)")
-    parser.add_argument("--output", metavar="FILE", help="its name (default: the model's, in this folder)")
+    parser.add_argument("--format", choices=FORMATS, default="onnx", help="file format (default onnx)")
+    parser.add_argument("--output", metavar="FILE", help="output file (default: the model's name, in this folder)")
     parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the images (default: as trained)")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     check_free([path], args.force)
     loaded = load_model(args.model, "cpu", args.img_size, exportable=True)
     if not hasattr(loaded.model, "recurrences"):
-        raise ValueError(f"{loaded.name} is no HGRN model; timm has export scripts for its own")
+        raise ValueError(f"{loaded.name} is not an HGRN model; timm has export scripts for its own")
     # a size that the model refuses is refused now and in its words
     loaded.model(torch.zeros(1, *loaded.spec.input_size))
     path.parent.mkdir(parents=True, exist_ok=True)

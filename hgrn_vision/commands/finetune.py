@@ -1,4 +1,4 @@
-"""`hgrn-vision finetune`: from a folder of pictures to a classifier, with settings that suit small data."""
+"""`hgrn-vision finetune`: from a folder of images to a classifier, with settings that suit small data."""
 
 import argparse
 import contextlib
@@ -39,16 +39,16 @@ HOLDOUT = 0.2
 LARGEST_SIDE = 224
 PHOTOS = ("data", "dataset", "holdout", "classes", "train_split", "val_split", "max_pixels")
 SHOWN = {
-    "holdout": f"share to validate on where there is no val/ [{HOLDOUT}]",
+    "holdout": f"share to validate on without a val/ [{HOLDOUT}]",
     "model": "timm model for new weights [hgrn_deit_tiny]",
-    "img_size": "side to resize to [--init's, or the pictures']",
+    "img_size": "side to resize to [that of --init, or of the images]",
     "freeze": "body: train the head alone; N: freeze N layers",
-    "epochs": "passes over the images at most [30 or more]",
-    "patience": "epochs without gain that end the run [10 or 20]",
+    "epochs": "maximum passes over the images [30 or more]",
+    "patience": "epochs without improvement before stopping [10 or 20]",
     "balance": "draw every class equally often",
-    "batch_size": "images in a step [2 to 32, by their number]",
+    "batch_size": "images per step [2 to 32, by size of the data]",
     "lr": "peak learning rate [5e-4, 1e-3 for new weights]",
-    "seed": "seed of everything that is drawn [0]",
+    "seed": "seed of all randomness [0]",
     "device": "cpu, cuda, ... [a GPU where there is one]",
 }
 
@@ -84,7 +84,7 @@ def _finetune(args: argparse.Namespace) -> int:
     photos = ImageSettings(**{"holdout": HOLDOUT, **chosen})
     splits = open_splits(photos)
     if not splits[0].indexed:
-        raise ValueError(f"{photos.dataset} can only be read in turn; use hgrn-vision train --pretrained for it")
+        raise ValueError(f"{photos.dataset} can only be read sequentially; use hgrn-vision train --pretrained for it")
     found = survey(args.data, *splits, show_progress=is_main() and sys.stderr.isatty())
     _check_readable(found, given.get("max_bad_fraction", MAX_BAD_FRACTION))
     init = choose_init(args.init, given, found)
@@ -163,14 +163,14 @@ def _beginning(initial: Initial | None, config: TrainConfig, asked: str | None) 
     """Where the weights come from, and what to expect of that."""
     seen = f"Images are seen at {config.img_size} pixels."
     if initial:
-        frozen = {"": "all of it learns", "body": "only the head learns"}
-        learns = frozen.get(config.freeze, f"its first {config.freeze} layers stay as they are")
+        frozen = {"": "the whole model is trained", "body": "only the head is trained"}
+        learns = frozen.get(config.freeze, f"its first {config.freeze} layers are frozen")
         other = "" if asked else f" --init {NONE} would begin with new weights."
         return f"Starting from {initial.title} with a new head; {learns}. {seen}{other}"
     return (
         f"Starting from scratch, {f'with --init {NONE}' if asked else 'without --init'}: the model learns to see from "
-        "these images alone. Expect that to take hundreds of images of each class and many epochs; with fewer, a "
-        f"trained model to begin from is worth more than any setting. {seen}"
+        "these images alone. Expect this to need hundreds of images per class and many epochs; with fewer, starting "
+        f"from a trained model helps more than any setting. {seen}"
     )
 
 
@@ -190,8 +190,8 @@ def _show_outcome(outcome: Outcome, config: TrainConfig, kept: Split, validation
     print(f"report:   {outcome.report}")
     held_out = f" --holdout {config.holdout:g}" if validation.source is kept.source else ""
     print(f"evaluate: hgrn-vision evaluate {run} {shlex.quote(os.path.normpath(config.data))}{held_out}")
-    picture = validation.source.read(validation.rows[0])
-    example = shlex.quote(os.path.normpath(picture)) if isinstance(picture, str) else "PICTURE"
+    image = validation.source.read(validation.rows[0])
+    example = shlex.quote(os.path.normpath(image)) if isinstance(image, str) else "IMAGE"
     print(f"predict:  hgrn-vision predict {run} {example}")
     if outcome.status == "finished before":
         print(f"again:    rm -r {run} first, or give another --output")

@@ -1,4 +1,4 @@
-"""`hgrn-vision predict`: class names and probabilities for pictures, one row an input, in input order."""
+"""`hgrn-vision predict`: class names and probabilities for images, one row per input, in input order."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ from ..inference.classify import Answer, classify
 from ..inference.pretrained import load_model
 from ..report.gallery import Gallery, thumbnail
 from ._console import STDOUT, check_free, open_output, printable
-from ._flags import MODEL_HELP, add_inference_arguments, at_least_one, find_pictures
+from ._flags import MODEL_HELP, add_inference_arguments, at_least_one, find_images
 
 EXAMPLE = "hgrn-vision predict runs/flowers photos/ --top 3 --csv labels.csv --html labels.html"
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_model(args.model, args.device, args.img_size)
     answers = classify(
         loaded,
-        find_pictures(args.files),
+        find_images(args.files),
         lambda path: _read(path, args.max_pixels),
         args.batch_size,
         look=thumbnail if args.html else None,
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(path: str, max_pixels: int) -> Image.Image:
     if os.path.isdir(path):
-        raise BadImage("a folder without pictures")
+        raise BadImage("a folder without images")
     return open_image(path, max_pixels)
 
 
@@ -79,17 +79,17 @@ def _with_progress(answers: Iterator[Answer], args: argparse.Namespace) -> Itera
     rows_on_screen = sys.stdout.isatty() and (_wants_table(args) or STDOUT in (args.csv, args.json, args.html))
     if rows_on_screen or not sys.stderr.isatty():
         return answers
-    total = None if "-" in args.files else sum(1 for _ in find_pictures(args.files))
-    return tqdm(answers, total=total, unit=" pictures", file=sys.stderr)
+    total = None if "-" in args.files else sum(1 for _ in find_images(args.files))
+    return tqdm(answers, total=total, unit=" images", file=sys.stderr)
 
 
 class Row(NamedTuple):
-    """One line of the result: the classes of a picture, likeliest first, or the reason why there are none."""
+    """One line of the result: the classes of an image, likeliest first, or the reason why there are none."""
 
     path: str
     top: list[tuple[str, float]]
     reason: str = ""
-    picture: str | None = None
+    image: str | None = None
 
 
 def make_row(answer: Answer, class_names: list[str], top: int) -> Row:
@@ -98,7 +98,7 @@ def make_row(answer: Answer, class_names: list[str], top: int) -> Row:
         return Row(answer.item, [], answer.reason)
     # stable: of equal probabilities the first class, as argmax says
     best = np.argsort(-answer.probabilities, kind="stable")[:top]
-    return Row(answer.item, [(class_names[i], float(answer.probabilities[i])) for i in best], picture=answer.extra)
+    return Row(answer.item, [(class_names[i], float(answer.probabilities[i])) for i in best], image=answer.extra)
 
 
 Writer = Callable[[Row], None]
@@ -116,7 +116,7 @@ def _open_writers(args: argparse.Namespace, title: str, top: int, stack: context
         writers.append(stack.enter_context(_json_writer(stack.enter_context(open_output(args.json)))))
     if args.html:
         gallery = stack.enter_context(Gallery(stack.enter_context(open_output(args.html)), title))
-        writers.append(lambda row: gallery.add(printable(row.path), row.picture, row.top, row.reason))
+        writers.append(lambda row: gallery.add(printable(row.path), row.image, row.top, row.reason))
     return writers or [_table_writer()]
 
 

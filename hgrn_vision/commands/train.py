@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="named preset; paper where DATA is given, else digits",
     )
     parser.add_argument(
-        "--config", metavar="YAML", help="settings in a file; flags win over it, it wins over the recipe"
+        "--config", metavar="YAML", help="settings file; flags override it, and it overrides the recipe"
     )
     parser.add_argument("--output", metavar="DIR", help="run folder [runs/<recipe>-<model>]")
     parser.add_argument("--eval", metavar="RUN", help="only evaluate a run's best checkpoint, or a checkpoint file")
@@ -125,14 +125,16 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _show_outcome(outcome: Outcome, config: TrainConfig) -> None:
     if outcome.status == "stopped":
-        print(f"stopped at step {outcome.progress.updates} ({outcome.signal or 'asked by another process'}); ", end="")
+        print(
+            f"stopped at step {outcome.progress.updates} ({outcome.signal or 'requested by another process'}); ", end=""
+        )
         print("the same command continues")
         return
     best = outcome.progress.best or outcome.progress.history[-1]
     print(f"{outcome.status}: top-1 {best['val_top1']:.2f}, top-5 {best['val_top5']:.2f} (epoch {best['epoch']})")
     print(f"report:        {outcome.report}")
     print(f"evaluate:      {_program()} --eval {outcome.output}")
-    print(f"predict:       python -m hgrn_vision predict {outcome.output} PICTURE...")
+    print(f"predict:       python -m hgrn_vision predict {outcome.output} IMAGE...")
     print(f"use in Python: timm.create_model('local-dir:{outcome.output / 'model'}', pretrained=True)")
     if outcome.status == "finished before":
         print(f"start again:   rm -r {outcome.output} first, or give another --output")

@@ -19,6 +19,6 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def digit_image(index: int) -> Image.Image:
-    """One digit as a picture, white on black."""
+    """One digit as an image, white on black."""
     ink = load_digits()[0][index]
     return Image.fromarray((ink.astype(np.uint16) * 255 // 16).astype(np.uint8))

@@ -1,4 +1,4 @@
-"""Decoding: any file that holds a picture becomes an upright 8-bit RGB image, or BadImage says why it cannot."""
+"""Decoding: any image file becomes an upright 8-bit RGB image, or BadImage says why it cannot."""
 
 import contextlib
 import io
@@ -13,22 +13,22 @@ MAX_PIXELS = 89_478_485  # Pillow's own warning level: a quarter of a gigabyte a
 
 
 class BadImage(ValueError):
-    """A file that cannot be used as a picture; the message is the reason, in one line."""
+    """A file that cannot be used as an image; the message is the reason, in one line."""
 
 
 def open_image(
     source: str | os.PathLike | bytes | BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS, at_least: int = 0
 ) -> Image.Image:
-    """The picture in a file as an upright RGB image: first frame, 8 bits a channel, transparency over white.
+    """The image in a file, upright and in RGB: first frame, 8 bits per channel, transparency over white.
 
     Args:
         source: a path, the file's bytes, an open binary file, or an image that Pillow has opened already
-        max_pixels: larger pictures are refused before they are decoded
-        at_least: where given, JPEGs may be decoded at a reduced scale that leaves both sides at least so long
+        max_pixels: larger images are refused before they are decoded
+        at_least: where given, JPEGs may be decoded at a reduced scale that leaves both sides at least this long
     """
     try:
         with warnings.catch_warnings():
-            # Pillow warns about odd metadata and large pictures; the first is harmless, the second refused below
+            # Pillow warns about odd metadata and large images; the first is harmless, the second refused below
             warnings.simplefilter("ignore")
             if isinstance(source, (str, os.PathLike)):
                 with open(source, "rb") as file:
@@ -37,7 +37,7 @@ def open_image(
     except BadImage:
         raise
     except UnidentifiedImageError:
-        raise BadImage("not a picture in a known format") from None
+        raise BadImage("not an image in a known format") from None
     except Image.DecompressionBombError:
         # Pillow has a limit of its own, whatever is allowed here: twice the level at which it warns
         raise BadImage(f"more than {min(max_pixels, 2 * Image.MAX_IMAGE_PIXELS):,} pixels") from None
@@ -61,7 +61,7 @@ def _decode(source: bytes | BinaryIO | Image.Image, max_pixels: int, at_least: i
         # formats that cannot do it ignore it
         image.draft(None, (at_least, at_least))
     image.load()
-    # a picture with damaged EXIF data is still a picture
+    # an image with damaged EXIF data is still an image
     with contextlib.suppress(Exception):
         image = ImageOps.exif_transpose(image)
     return image

@@ -30,7 +30,7 @@ AT_ONCE = 256  # photographs decoded before they are written, which bounds memor
 
 
 class DamagedPack(ValueError):
-    """A file that is not a whole pack."""
+    """A file that is not a complete pack."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PackedPhotos:
     def read(self, row: int) -> Image.Image:
         pixels = self._pixels[self.offsets[row] : self.offsets[row + 1]]
         if zlib.crc32(pixels) != self.checksums[row]:
-            raise DamagedPack(f"{self.path} is damaged at {self.name(row)}: remove it, and it is built again")
+            raise DamagedPack(f"{self.path} is damaged at {self.name(row)}: remove it, and it will be rebuilt")
         height, width = self.sizes[row]
         return Image.fromarray(pixels.reshape(height, width, 3))
 
@@ -108,7 +108,7 @@ def build(path: Path, files: Files, side: int, max_pixels: int, mark: str, progr
             for row, loaded in zip(rows, pool.map(load, rows), strict=True):
                 index.add(files.name(row), loaded, file)
         if not index.names:
-            raise ValueError(f"not one of the {len(files.paths)} photographs could be read: {index.bad[0][1]}")
+            raise ValueError(f"none of the {len(files.paths)} photographs could be read: {index.bad[0][1]}")
         index.write(file, mark)
 
 
@@ -162,14 +162,14 @@ def _read(path: Path, wanted: str) -> PackedPhotos:
             raise DamagedPack(f"{path} is too short for a pack")
         begin, length, digest, magic = FOOTER.unpack(footer)
         if magic != MAGIC or begin + length + FOOTER.size != size:
-            raise DamagedPack(f"{path} is not a whole pack")
+            raise DamagedPack(f"{path} is not a complete pack")
         file.seek(begin)
         content = file.read(length)
     if hashlib.sha256(content).digest() != digest:
         raise DamagedPack(f"{path} has a damaged index")
     with np.load(io.BytesIO(content)) as index:
         if str(index["mark"]) != wanted:
-            raise DamagedPack(f"{path} is of other photographs")
+            raise DamagedPack(f"{path} was made of other photographs")
         columns = {name: index[name] for name in ("names", "offsets", "sizes", "checksums", "hashes")}
         bad = [(str(name), str(reason)) for name, reason in index["bad"]]
     return PackedPhotos(str(path), **columns, bad=bad)

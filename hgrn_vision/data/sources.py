@@ -46,7 +46,7 @@ class Listing:
 
 
 def label_by_name(source: Source, names: Sequence[str]) -> Listing:
-    """A listing from one class name an image, classes in natural order ('2' before '10')."""
+    """A listing from one class name per image, classes in natural order ('2' before '10')."""
     class_names = sorted(set(names), key=natural_key)
     number = {name: i for i, name in enumerate(class_names)}
     return Listing(source, np.array([number[name] for name in names], dtype=np.int64), class_names)
@@ -70,13 +70,13 @@ def list_folder(root: str) -> Listing:
     """Images in the sub-folders of `root`, at any depth; the first folder of the path is the class."""
     found, _ = find_images_and_targets(root, types=EXTENSIONS + MORE_EXTENSIONS, leaf_name_only=False)
     paths = [os.path.relpath(path, root) for path, _ in found]
-    # file managers leave hidden twins of pictures behind
+    # file managers leave hidden companions of images behind
     paths = [path for path in paths if not os.path.basename(path).startswith(".")]
     if not paths:
         raise ValueError(f"no images in {root}")
     inside = [path for path in paths if os.sep in path]
     if not inside:
-        raise ValueError(f"{len(paths)} images lie in {root} itself; expected one sub-folder a class")
+        raise ValueError(f"{len(paths)} images lie in {root} itself; expected one sub-folder per class")
     source = Files(root, np.array([os.fsencode(path) for path in inside]))
     return label_by_name(source, [path.split(os.sep, 1)[0] for path in inside])
 

@@ -55,7 +55,7 @@ class ImageSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.holdout <= 1:
-            raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}")
+            raise ValueError(f"holdout must be between 0 and 1, got {self.holdout}")
 
 
 class DataSettings(Protocol):

@@ -232,7 +232,7 @@ def _match(
         raise ValueError(f"{_where(config)} has training images of classes that are not listed: {some(unknown)}")
     if unknown:
         _logger.warning(
-            "%d validation images are left out, their classes are not among the training classes: %s",
+            "%d validation images are left out because their classes are not among the training classes: %s",
             unknown.total(),
             some(unknown),
         )

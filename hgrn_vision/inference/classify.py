@@ -1,4 +1,4 @@
-"""Classifying many pictures: decoded ahead by threads, in batches, in order, in memory that does not grow."""
+"""Classifying many images: decoded ahead by threads, in batches, in order, in memory that does not grow."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ class Answer(NamedTuple, Generic[Item]):
     item: Item
     probabilities: np.ndarray | None
     reason: str = ""
-    extra: Any = None  # what `look` made of the picture
+    extra: Any = None  # what `look` made of the image
 
 
 def classify(
@@ -38,9 +38,9 @@ def classify(
     Args:
         loaded: the model.
         items: what to classify; only a few batches of it are drawn ahead.
-        read: the picture of an item as RGB; raises BadImage.
-        batch_size: pictures in one forward pass.
-        look: called with every picture as it is decoded, for the answer's `extra`.
+        read: the image of an item as RGB; raises BadImage.
+        batch_size: images in one forward pass.
+        look: called with every image as it is decoded, for the answer's `extra`.
     """
 
     def decode(item: Item) -> tuple[torch.Tensor, Any]:

@@ -126,8 +126,7 @@ def _is_name(where: str) -> bool:
 def _load_packaged(name: str) -> nn.Module:
     packaged = packaged_models()
     if name not in packaged and name not in packaged.values():
-        verb = "has" if len(packaged) == 1 else "have"
-        raise ValueError(f"no weights of {name} come with this package; {', '.join(packaged)} {verb} them")
+        raise ValueError(f"this package has no weights for {name}, only for {', '.join(packaged)}")
     model = _create(name, name, pretrained=True)
     model.pretrained_cfg = {**model.pretrained_cfg, "label_names": imagenet_names(model.num_classes)}
     return model
@@ -152,14 +151,14 @@ def _check_folder(folder: Path) -> dict[str, Any]:
     """The description in a model folder; refuses a folder that timm could not load, with the reason."""
     config = folder / "config.json"
     if not config.is_file():
-        raise ValueError(f"{folder} is no model folder: it has no config.json")
+        raise ValueError(f"{folder} is not a model folder: it has no config.json")
     if not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
         raise ValueError(f"{folder} has a config.json but no weights: model.safetensors is missing")
     try:
         description = json.loads(config.read_text(encoding="utf-8"))
         architecture = description["architecture"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{config} is not a model's description: {type(error).__name__} {error}") from error
+        raise ValueError(f"{config} does not describe a model: {type(error).__name__} {error}") from error
     if not is_model(architecture):
         raise ValueError(f"{config} names the architecture {architecture!r}, which timm does not know")
     return description
@@ -252,5 +251,5 @@ def _released_model(path: Path) -> str:
         raise ValueError(f"{path} is not a checkpoint that can be read safely: {reason}") from error
     bounds = tensors.get("lower_bounds")
     if bounds is None or bounds.shape[-1] not in RELEASED:
-        raise ValueError(f"{path} does not say which model it is of: name it with --model")
+        raise ValueError(f"{path} does not say which model it belongs to: name it with --model")
     return RELEASED[bounds.shape[-1]]

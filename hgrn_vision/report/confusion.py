@@ -1,4 +1,4 @@
-"""The picture of a confusion matrix."""
+"""The chart of a confusion matrix."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,8 @@ def confusion_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
     shares = cells / np.maximum(cells.sum(axis=1, keepdims=True), 1)
     # among many classes the confusions are small shares, which a linear scale would not show
     scale = PowerNorm(1 if classes <= NAMED else 0.4, vmin=0, vmax=1)
-    picture = axes.imshow(shares, cmap="Blues", norm=scale, interpolation="nearest", extent=_extent(classes))
-    figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class")
+    image = axes.imshow(shares, cmap="Blues", norm=scale, interpolation="nearest", extent=_extent(classes))
+    figure.colorbar(image, ax=axes, shrink=0.8, label="share of the true class")
     axes.set(xlabel="predicted", ylabel="true")
     if classes <= NAMED:
         names = [name if len(name) <= 24 else f"{name[:23]}…" for name in class_names]
@@ -42,7 +42,7 @@ def _extent(classes: int) -> tuple[float, float, float, float]:
 
 
 def _merge(counts: np.ndarray) -> np.ndarray:
-    """The same matrix with neighbouring classes added up where there are more than a picture can show."""
+    """The same matrix with neighbouring classes added up where there are too many for one chart."""
     classes = len(counts)
     if classes <= CELLS:
         return counts

@@ -1,4 +1,4 @@
-"""The page of an explanation: one HTML file that holds its pictures and needs no network."""
+"""The page of an explanation: one HTML file that holds its images and needs no network."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from .html import render_page
 
 @dataclass(frozen=True)
 class ExplainedImage:
-    """One image; pictures are PNG files."""
+    """One image; its figures are PNG files."""
 
     name: str
     answers: Sequence[tuple[str, float]]  # class and probability, most probable first

@@ -1,4 +1,4 @@
-"""A page of pictures with their labels: one self-contained file, written as the pictures come."""
+"""A page of images with their labels: one self-contained file, written as the answers arrive."""
 
 import io
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from PIL import Image
 from .html import data_address, template
 
 SIDE = 176  # of a thumbnail, in pixels
-MOST = 2000  # pictures on a page; browsers become slow beyond
+MOST = 2000  # images on a page; browsers slow down beyond that
 
 _HEAD = """<!doctype html>
 <html lang="en">
@@ -38,21 +38,21 @@ li:first-child { font-weight: 600 }
 <main>
 """
 _CARD = """<figure>
-<div>{% if picture %}<img src="{{ picture }}" alt="{{ name }}">{% else %}{{ reason }}{% endif %}</div>
+<div>{% if image %}<img src="{{ image }}" alt="{{ name }}">{% else %}{{ reason }}{% endif %}</div>
 <p>{{ name }}</p>
 <ol>{% for label, share in labels %}<li style="--share: {{ '%.1f%%' % (100 * share) }}">\
 <span>{{ label }}</span><span>{{ '%.1f%%' % (100 * share) }}</span></li>{% endfor %}</ol>
 </figure>
 """
 _FOOT = """</main>
-<p>{{ total }} pictures{% if bad %}, {{ bad }} of them unreadable{% endif %}\
+<p>{{ total }} images{% if bad %}, {{ bad }} of them unreadable{% endif %}\
 {% if total > shown %}; the first {{ shown }} are shown{% endif %}.</p>
 </html>
 """
 
 
 def thumbnail(image: Image.Image) -> str:
-    """A picture made small, as an address that a page can carry in itself."""
+    """A small version of the image as a data: address, to be embedded in a page."""
     small = image.copy()
     small.thumbnail((2 * SIDE, SIDE))
     buffer = io.BytesIO()
@@ -69,12 +69,12 @@ class Gallery:
         self.total = self.bad = 0
         file.write(template(_HEAD).render(title=title, side=SIDE))
 
-    def add(self, name: str, picture: str | None, labels: Sequence[tuple[str, float]], reason: str = "") -> None:
-        """A picture with its labels and their probabilities, or with the reason why it has none."""
+    def add(self, name: str, image: str | None, labels: Sequence[tuple[str, float]], reason: str = "") -> None:
+        """Add an image with its labels and their probabilities, or with the reason why it has none."""
         self.total += 1
-        self.bad += picture is None
+        self.bad += image is None
         if self.total <= MOST:
-            self._file.write(self._card.render(name=name, picture=picture, labels=labels, reason=reason))
+            self._file.write(self._card.render(name=name, image=image, labels=labels, reason=reason))
 
     def __enter__(self) -> "Gallery":
         return self

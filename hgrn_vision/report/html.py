@@ -31,6 +31,6 @@ def template(text: str) -> jinja2.Template:
     return _environment().from_string(text)
 
 
-def data_address(picture: bytes, kind: str) -> str:
-    """The contents of a picture file as an address that a page can carry in itself."""
-    return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
+def data_address(image: bytes, kind: str) -> str:
+    """The contents of an image file as a data: address, to be embedded in a page."""
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"

@@ -1,4 +1,4 @@
-"""The pictures of a model's inner workings: forget gates, token mixing, evidence."""
+"""Figures of a model's inner workings: forget gates, token mixing, evidence."""
 
 from collections.abc import Mapping
 
@@ -79,7 +79,7 @@ def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], to
     tokens = grid[0] * grid[1]
     for i, (layer, strength) in enumerate(strengths.items()):
         extent = (0.5, tokens + 0.5, tokens + 0.5, 0.5)
-        picture = axes[0, i].imshow(strength, cmap="magma", norm=norm, interpolation="nearest", extent=extent)
+        image = axes[0, i].imshow(strength, cmap="magma", norm=norm, interpolation="nearest", extent=extent)
         axes[0, i].set(title=f"layer {layer}", xlabel="from token")
         axes[1, i].imshow(strength[token].reshape(grid), cmap="magma", norm=norm, interpolation="nearest")
         axes[1, i].add_patch(_frame(row, column, "white"))
@@ -88,30 +88,30 @@ def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], to
             half.spines[:].set_visible(False)
     axes[0, 0].set(ylabel="into the state of token")
     axes[1, 0].set(ylabel=f"into token {token + 1}, on the image")
-    figure.colorbar(picture, ax=axes, shrink=0.6, label="|A|, mean over channels", extend="min")
+    figure.colorbar(image, ax=axes, shrink=0.6, label="|A|, mean over channels", extend="min")
     ways = "below the diagonal first to last token, above it last to first" if both_ways else "first to last token"
     figure.suptitle(f"Token mixing: {ways}", fontsize=9.5)
     return figure
 
 
 @paper_style()
-def evidence_figure(picture: np.ndarray, cells: np.ndarray, patch: tuple[int, int], label: str) -> Figure:
+def evidence_figure(image: np.ndarray, cells: np.ndarray, patch: tuple[int, int], label: str) -> Figure:
     """The image as the model sees it, and on it what each patch adds to the log-probability of `label`.
 
     Args:
-        picture: (H, W, 3), uint8.
+        image: (H, W, 3), uint8.
         cells: (rows, columns) of patches.
         patch: height and width of a patch in pixels.
         label: name of the class.
     """
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     figure = Figure(figsize=(8.6, 0.5 + 3.8 * min(height / width, 2)), layout="constrained")
     plain, overlaid = figure.subplots(1, 2)
     # in units of patches
     extent = (-0.5, width / patch[1] - 0.5, height / patch[0] - 0.5, -0.5)
     options = {"aspect": patch[0] / patch[1], "interpolation": "nearest"}
-    plain.imshow(picture, extent=extent, **options)
-    grey = picture @ np.array([0.299, 0.587, 0.114])
+    plain.imshow(image, extent=extent, **options)
+    grey = image @ np.array([0.299, 0.587, 0.114])
     overlaid.imshow(grey, cmap="gray", vmin=-60, vmax=300, extent=extent, **options)
 
     largest = max(float(np.abs(cells).max()), 1e-12)

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that holds its charts and pictures and needs no network."""
+"""The report of a run: one HTML file that holds its charts and images and needs no network."""
 
 import io
 import os
@@ -19,14 +19,14 @@ from .style import page_style, to_svg
 MATRIX_CLASSES = 50  # above that, the most confused pairs say more than a matrix
 PAIRS = 30
 BAD_ROWS = 100
-PICTURE_SIDE = 224
+IMAGE_SIDE = 224
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A picture with a wrong answer."""
+    """An image with a wrong answer."""
 
-    picture: Image.Image
+    image: Image.Image
     name: str
     true: str
     predicted: str
@@ -44,7 +44,7 @@ class GateLayer:
 
 @dataclass(frozen=True)
 class ReportData:
-    """All that a report shows, as plain numbers, texts and pictures."""
+    """All that a report shows, as plain numbers, texts and images."""
 
     title: str
     command: str
@@ -69,13 +69,13 @@ def write_report(path: str | os.PathLike, data: ReportData) -> None:
 def render(data: ReportData) -> str:
     """The page as text."""
     with page_style():
-        pictures = {name: to_svg(figure, name) for name, figure in _figures(data).items()}
+        charts = {name: to_svg(figure, name) for name, figure in _figures(data).items()}
     return render_page(
         "template.html",
         data=data,
-        charts=pictures,
+        charts=charts,
         tiles=_tiles(data),
-        mistakes=[(mistake, embed(mistake.picture), min(mistake.picture.size) < 64) for mistake in data.mistakes],
+        mistakes=[(mistake, embed(mistake.image), min(mistake.image.size) < 64) for mistake in data.mistakes],
         pairs=confused_pairs(data.confusion, data.class_names) if len(data.class_names) > MATRIX_CLASSES else None,
         speed=_speed(data.history),
         bad_images=list(data.bad_images)[:BAD_ROWS],
@@ -115,7 +115,7 @@ def _speed(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         ("images_per_second", "images per second, median of the epochs", np.median, "{:,.1f}"),
         ("data_wait", "time spent waiting for data", np.mean, "{:.1%}"),
         ("peak_memory", "peak memory", np.max, "{:,.0f} MiB"),
-        ("skipped_steps", "steps left out because of a loss that was not finite", np.max, "{:.0f}"),
+        ("skipped_steps", "steps skipped because of a non-finite loss", np.max, "{:.0f}"),
     ):
         values = charts.column(history, name)
         values = values[np.isfinite(values)]
@@ -139,15 +139,15 @@ def confused_pairs(confusion: np.ndarray | None, class_names: Sequence[str]) -> 
     ]
 
 
-def embed(picture: Image.Image) -> str:
-    """A picture as an address that a page can carry in itself; small ones without loss."""
-    small = picture.convert("RGB")
+def embed(image: Image.Image) -> str:
+    """An image as a data: address, to be embedded in a page; small ones are stored losslessly."""
+    small = image.convert("RGB")
     buffer = io.BytesIO()
-    if max(small.size) <= PICTURE_SIDE // 2:
+    if max(small.size) <= IMAGE_SIDE // 2:
         kind = "png"
         small.save(buffer, "PNG")
     else:
         kind = "jpeg"
-        small.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+        small.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
         small.save(buffer, "JPEG", quality=88)
     return data_address(buffer.getvalue(), kind)

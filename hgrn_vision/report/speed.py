@@ -22,7 +22,7 @@ def speed_chart(rows: Sequence[Mapping[str, Any]]) -> Figure:
     for task, (speed, memory) in zip(tasks, panels.T, strict=False):
         chosen = [row for row in rows if row["task"] == task]
         _draw(speed, chosen, "images_per_second", task, "images per second")
-        _draw(memory, chosen, "memory_mb", f"memory of a step, {task}", "MB for a million pixels", per_pixel=True)
+        _draw(memory, chosen, "memory_mb", f"memory of a step, {task}", "MB per million pixels", per_pixel=True)
     return figure
 
 
@@ -34,7 +34,7 @@ def _draw(axes: Axes, rows: Sequence[Mapping[str, Any]], column: str, title: str
         for prefix, name, style in (("", model, "o-"), ("peer_", mine[0]["peer"], "s--")):
             values = [row[prefix + column] * factor for row, factor in zip(mine, scale, strict=True)]
             axes.plot(sizes, values, style, color=colour, alpha=1.0 if not prefix else 0.55, label=name)
-    axes.set(title=title, xlabel="pixels a side", ylabel=label, xscale="log")
+    axes.set(title=title, xlabel="pixels per side", ylabel=label, xscale="log")
     ticks = sorted({row["size"] for row in rows})
     axes.set_xticks(ticks, [str(size) for size in ticks])
     axes.xaxis.set_minor_formatter(NullFormatter())

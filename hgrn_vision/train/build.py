@@ -66,7 +66,7 @@ def load_body(model: nn.Module, weights: Mapping[str, torch.Tensor], seed: int) 
         model.load_state_dict({**body, **own})
     except RuntimeError as error:
         reason = " ".join(str(error).splitlines()[1].split())
-        raise ValueError(f"the first weights do not fit the model: {reason}") from error
+        raise ValueError(f"the initial weights do not fit the model: {reason}") from error
 
 
 def freeze(model: nn.Module, part: str) -> None:

@@ -98,7 +98,7 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
             save_file(tensors, temporary, {"state": state, "checksum": checksum(tensors, state)})
             read(temporary)
     except (OSError, SafetensorError, CheckpointError) as error:
-        raise OSError(f"cannot write {path}: {error}; the checkpoints written before are whole") from error
+        raise OSError(f"cannot write {path}: {error}; earlier checkpoints are intact") from error
 
 
 def _same_file(source: Path, target: Path) -> None:
@@ -182,7 +182,7 @@ class Checkpoints:
                 self._last_is_good = self._last_is_good and path != self.last
                 continue
             for reason in damage:
-                _logger.warning("%s; going on from %s", reason, path)
+                _logger.warning("%s; continuing from %s", reason, path)
             return checkpoint
         if damage:
             raise CheckpointError(

@@ -45,7 +45,7 @@ class TrainConfig:
     download: bool = machine(False, "let the reader of --dataset download what is missing")
     max_pixels: int = machine(MAX_PIXELS, "larger images are refused as decompression bombs")
     photos: tuple[str, ...] = machine((), "folders of photographs without labels, for a teacher to label")
-    val: str = machine("", "folder of labelled images to validate on, sub-folders named as the teacher's classes")
+    val: str = machine("", "folder of labelled images to validate on, sub-folders named after the teacher's classes")
     pack: int = recipe(0, "shorter side of the photographs in their packed, decoded form; 0 reads the files themselves")
     cache: str = machine("", "folder for packed photographs")
 
@@ -55,13 +55,11 @@ class TrainConfig:
     img_size: int | None = recipe(None, "side of the square image; the model's own if not given")
     first_sizes: str = recipe("", "smaller sides to begin with and their epochs: 56x8,70x4 is 8 epochs at 56, 4 at 70")
     drop_path: float = recipe(0.0, "stochastic depth rate of the last block")
-    freeze: str = recipe(
-        "", "keep the first weights of the body (all but the head), or of so many layers from the image on"
-    )
+    freeze: str = recipe("", "freeze the body (all but the head), or this many layers counted from the image")
 
     epochs: int = recipe(300, "passes over the training set")
     epoch_steps: int | None = recipe(None, "end each epoch after this many steps")
-    patience: int = recipe(0, "end the run after this many epochs without a better top-1; 0 never does")
+    patience: int = recipe(0, "end the run after this many epochs without a better top-1; 0 for never")
     balance: bool = recipe(False, "draw every class equally often, however many images it has")
     batch_size: int = recipe(2048, "images in an optimizer step, over all processes")
     micro_batch: int = recipe(128, "images in one forward pass, the unit of randomness; must be even")
@@ -83,7 +81,7 @@ class TrainConfig:
 
     loss: Literal["ce", "bce"] = recipe("ce", "cross entropy, or one binary cross entropy per class")
     smoothing: float = recipe(0.1, "label smoothing")
-    repeats: int = recipe(3, "repeated augmentation: copies of each image in an epoch, of as many images fewer")
+    repeats: int = recipe(3, "repeated augmentation: copies of each image in an epoch, which then covers fewer images")
     auto_augment: str = recipe("rand-m9-mstd0.5-inc1", "timm auto-augment policy; empty for none")
     color_jitter: float = recipe(0.3, "colour jitter, where there is no auto-augment policy")
     scale: tuple[float, float] = recipe((0.08, 1.0), "range of the random crop's area")
@@ -99,25 +97,31 @@ class TrainConfig:
     interpolation: str | None = recipe(None, "resampling filter; the model's own if not given")
     crop_pct: float | None = recipe(None, "share of the image kept by the centre crop in validation")
     mean: tuple[float, float, float] | None = recipe(None, "mean of the pixels; the model's own if not given")
-    std: tuple[float, float, float] | None = recipe(None, "deviation of the pixels; the model's own if not given")
+    std: tuple[float, float, float] | None = recipe(
+        None, "standard deviation of the pixels; the model's own if not given"
+    )
 
     teacher: str = recipe("", "model to distil from: a timm name, local-dir:FOLDER, hf-hub:NAME, a run, an .onnx file")
     teacher_size: int | None = recipe(None, "side of the teacher's images; its own if not given")
-    teacher_mean: tuple[float, float, float] | None = recipe(None, "mean of the teacher's pixels, likewise")
-    teacher_std: tuple[float, float, float] | None = recipe(None, "deviation of the teacher's pixels, likewise")
+    teacher_mean: tuple[float, float, float] | None = recipe(None, "mean of the teacher's pixels; its own if not given")
+    teacher_std: tuple[float, float, float] | None = recipe(
+        None, "standard deviation of the teacher's pixels; its own if not given"
+    )
     distill: Literal["logits", "features", "both"] = recipe("logits", "what the student learns from the teacher")
-    distill_weight: float = recipe(1.0, "weight of the distillation loss beside the task's")
+    distill_weight: float = recipe(1.0, "weight of the distillation loss relative to the label loss")
     distill_temperature: float = recipe(1.0, "softmax temperature of distillation by logits")
 
     device: str = machine("auto", "cpu, cuda or another torch device; auto takes a GPU where there is one")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = machine("auto", "of autocast; auto is bf16 on GPUs, else fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = machine(
+        "auto", "autocast precision; auto is bf16 on GPUs, else fp32"
+    )
     compile: bool = machine(False, "torch.compile the model")
     grad_checkpointing: bool = machine(False, "recompute activations in the backward pass to save memory")
     channels_last: bool = machine(False, "channels_last memory layout")
     workers: int = machine(8, "loader processes on each rank")
     threads: int = machine(0, "CPU threads of each rank; 0 leaves torch's choice")
-    save_steps: int = machine(0, "checkpoint every so many steps, besides each epoch; 0 for none")
-    save_minutes: float = machine(15.0, "checkpoint every so many minutes, besides each epoch; 0 for none")
+    save_steps: int = machine(0, "checkpoint every this many steps too, not only after each epoch; 0 for none")
+    save_minutes: float = machine(15.0, "checkpoint every this many minutes too, not only after each epoch; 0 for none")
     timeout_minutes: float = machine(20.0, "longest wait for another rank before the run stops")
     max_bad_fraction: float = machine(0.01, "largest share of unreadable images in a split before the run stops")
     tensorboard: bool = machine(False, "write TensorBoard events into the run folder")
@@ -144,7 +148,7 @@ def _check(config: TrainConfig) -> None:
         need(getattr(config, name) > 0, f"{name} must be at least 1, got {getattr(config, name)}")
     shares = ("drop_path", "smoothing", "holdout", "ema", "reprob", "hflip", "vflip", "mixup_prob", "max_bad_fraction")
     for name in shares:
-        need(0 <= getattr(config, name) <= 1, f"{name} must lie between 0 and 1, got {getattr(config, name)}")
+        need(0 <= getattr(config, name) <= 1, f"{name} must be between 0 and 1, got {getattr(config, name)}")
     for name in (
         "lr",
         "weight_decay",
@@ -157,14 +161,14 @@ def _check(config: TrainConfig) -> None:
     ):
         need(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}")
     begin = len(sides_by_epoch(config))
-    need(begin < config.epochs or not begin, f"first_sizes take {begin} epochs and leave none of {config.epochs}")
+    need(begin < config.epochs or not begin, f"first_sizes takes {begin} epochs and leaves none of the {config.epochs}")
     known = config.freeze in ("", "body") or config.freeze.isdecimal()
     need(known, f"freeze must be body or a number of layers, got {config.freeze!r}")
     need(config.micro_batch % 2 == 0, f"micro_batch must be even (mixup pairs images), got {config.micro_batch}")
     need(
         config.batch_size % config.micro_batch == 0,
-        f"batch_size {config.batch_size} is no multiple of micro_batch {config.micro_batch}; "
-        f"micro_batch {even_divisor(config.batch_size, config.micro_batch)} would do",
+        f"batch_size {config.batch_size} is not a multiple of micro_batch {config.micro_batch}; "
+        f"micro_batch {even_divisor(config.batch_size, config.micro_batch)} would work",
     )
 
 

@@ -179,5 +179,5 @@ def check_ranks(config: TrainConfig, size: int) -> None:
         would_do = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
         raise ValueError(
             f"{size} processes cannot share {total} micro-batches (batch_size {config.batch_size} / micro_batch "
-            f"{config.micro_batch}) evenly: {would_do} processes would do, or a smaller --micro-batch"
+            f"{config.micro_batch}) evenly: {would_do} processes would work, or a smaller --micro-batch"
         )

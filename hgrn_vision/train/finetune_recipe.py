@@ -38,7 +38,9 @@ def fitting_side(settings: dict[str, Any], side: int, exact: bool) -> int:
     patch = getattr(patch_embed, "patch_size", (1, 1))[0]
     fitting = max(patch, side // patch * patch)
     if exact and fitting != side:
-        raise ValueError(f"--img-size {side} is no multiple of the model's patch: {fitting} or {fitting + patch} is")
+        raise ValueError(
+            f"--img-size {side} is not a multiple of the model's patch size; {fitting} and {fitting + patch} are"
+        )
     return fitting
 
 
@@ -74,7 +76,7 @@ def recipe_settings(
 
 
 def _augmentation(side: int) -> dict[str, Any]:
-    """What a picture of `side` pixels can bear: glyphs must not be mirrored, photographs may be."""
+    """The augmentation that suits images of `side` pixels: glyphs must not be mirrored, photographs may be."""
     nothing = {"auto_augment": "", "color_jitter": 0.0, "hflip": 0.0, "mixup": 0.0, "cutmix": 0.0, "reprob": 0.0}
     if side < 32:
         return {**nothing, "scale": (0.8, 1.0), "crop_pct": 1.0, "workers": 0}

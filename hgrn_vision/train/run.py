@@ -285,7 +285,9 @@ class Run:
     def _roll_back(self) -> None:
         """Return to the last checkpoint, with another seed for what follows."""
         rollbacks, skipped = self.progress.rollbacks + 1, self.progress.skipped
-        _logger.warning("%d steps in a row were not finite: back to the last checkpoint", STREAK)
+        _logger.warning(
+            "%d steps in a row had a non-finite loss or gradient: going back to the last checkpoint", STREAK
+        )
         self.engine.restore(self.world.on_main(self.checkpoints.load))
         self.progress.rollbacks, self.progress.skipped, self.progress.streak = rollbacks, skipped, 0
         self._save()
@@ -294,8 +296,8 @@ class Run:
 
     def _divergence(self) -> str:
         return (
-            f"diverged at step {self.progress.updates}: the loss or its gradient was not finite, after "
-            f"{self.progress.rollbacks} returns to the last checkpoint; lower --lr or raise --warmup-epochs "
+            f"diverged at step {self.progress.updates}: the loss or its gradient was still not finite after "
+            f"going back to the last checkpoint {self.progress.rollbacks} times; lower --lr or raise --warmup-epochs "
             "(with --allow-change), or start again with another --output"
         )
 

@@ -133,14 +133,14 @@ def check_same_run(
 ) -> set[str]:
     """Names of the recipe settings that differ from the checkpoint's; a ValueError where that is not allowed."""
     if checkpoint.class_names != train.class_names:
-        raise ValueError(f"the run in {output} was trained on other classes; give another --output")
+        raise ValueError(f"the run in {output} was trained on different classes; give another --output")
     changes = recipe_changes(checkpoint.config, config)
     if checkpoint.train_images != len(train):
         changes["training images"] = (checkpoint.train_images, len(train))
     listed = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changes.items())
     if changes and not allow_change:
         raise ValueError(
-            f"the run in {output} was started with other settings: {listed}; "
+            f"the run in {output} was started with different settings: {listed}; "
             "use the old ones, give another --output, or --allow-change"
         )
     if changes:
@@ -166,7 +166,7 @@ def restore(engine: Engine, checkpoint: Checkpoint, changes: set[str], steps: in
     if changes:
         progress.rollbacks = 0
     if progress.step and (changes & ORDER or not indexed):
-        _logger.warning("epoch %d starts again: which images it has used is not known", progress.epoch + 1)
+        _logger.warning("epoch %d starts over: the images it has already used are not known", progress.epoch + 1)
         progress.repeat_epoch()
     progress.updates = progress.epoch * steps + progress.step
 

@@ -66,7 +66,7 @@ def _mistakes(validation: Split | Stream, evaluation: Evaluation) -> list[Mistak
     rows = evaluation.worst(MISTAKES)
     return [
         Mistake(
-            picture=validation.load(int(evaluation.indices[row])),
+            image=validation.load(int(evaluation.indices[row])),
             name=validation.image_name(int(evaluation.indices[row])),
             true=names[evaluation.targets[row]],
             predicted=names[evaluation.predictions[row]],
@@ -79,7 +79,7 @@ def _mistakes(validation: Split | Stream, evaluation: Evaluation) -> list[Mistak
 def _notes(progress: Progress) -> list[str]:
     notes = []
     if progress.skipped:
-        notes.append(f"{progress.skipped} steps were left out: their loss or gradient was not finite.")
+        notes.append(f"{progress.skipped} steps were skipped: their loss or gradient was not finite.")
     if progress.rollbacks:
         notes.append(f"The run went back to its last checkpoint {progress.rollbacks} times.")
     return notes

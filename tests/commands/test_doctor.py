@@ -51,7 +51,7 @@ def test_a_backend_that_computes_wrongly(capsys, monkeypatch):
     code, lines = examine(capsys)
     assert code == 1
     assert any("torch on cpu: WRONG" in line for line in lines)
-    assert lines[-1].startswith("to do: backend torch computes wrongly on cpu") and "ready" not in lines
+    assert lines[-1].startswith("to do: backend torch gives wrong results on cpu") and "ready" not in lines
 
 
 @pytest.mark.parametrize("which", ["result", "gradient"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from saved_models import CLASSES, package_starter, save_model, write_picture
+from saved_models import CLASSES, package_starter, save_model, write_image
 
 from hgrn_vision.cli import main
 from hgrn_vision.commands.evaluate import FILES
@@ -29,10 +29,10 @@ def model(tmp_path):
 
 @pytest.fixture
 def data(tmp_path):
-    """Twelve pictures a class, in folders whose order is not the model's."""
+    """Twelve images per class, in folders whose order is not the model's."""
     folder = tmp_path / "data"
     for i in range(36):
-        write_picture(folder / CLASSES[i % 3] / f"{i}.png", i)
+        write_image(folder / CLASSES[i % 3] / f"{i}.png", i)
     return folder
 
 
@@ -67,8 +67,8 @@ def test_files_of_an_evaluation(model, data, tmp_path, capsys):
         assert float(row["f1"]) == pytest.approx(2 * right[name] / (12 + called), abs=1e-5)
     matrix = {row.pop("true \\ predicted"): row for row in read_csv(out / "confusion.csv")}
     assert {(t, p): int(n) for t, row in matrix.items() for p, n in row.items() if n != "0"} == dict(pairs)
-    with Image.open(out / "confusion.png") as picture:
-        assert picture.format == "PNG" and len(picture.convert("RGB").getcolors(1 << 20)) > 10
+    with Image.open(out / "confusion.png") as image:
+        assert image.format == "PNG" and len(image.convert("RGB").getcolors(1 << 20)) > 10
     text = capsys.readouterr().out
     assert f"{metrics['top1']:.2f}%" in text and all(name in text for name in CLASSES)
 
@@ -84,7 +84,7 @@ def test_of_many_classes_the_weakest_are_shown(model, data, tmp_path, capsys, mo
 
 
 def test_labels_equal_those_of_predict(model, data, tmp_path, capsys):
-    (data / CLASSES[1] / "broken.png").write_text("no picture")
+    (data / CLASSES[1] / "broken.png").write_text("not an image")
     code, metrics, predictions = evaluate(model, data, tmp_path / "out", "--batch-size", "7")
     assert code == 1
     assert metrics["images"] == 36 and metrics["unreadable"] == 1
@@ -115,7 +115,7 @@ def test_folder_tar_and_csv_give_the_same(model, data, tmp_path):
 
 def test_classes_are_matched_by_name(model, data, tmp_path, capsys, caplog):
     shutil.rmtree(data / CLASSES[0])
-    write_picture(data / "a cat" / "1.png", 1)
+    write_image(data / "a cat" / "1.png", 1)
     _, metrics, predictions = evaluate(model, data, tmp_path / "out")
     assert metrics["images"] == 24
     assert {row["true"] for row in predictions} == set(CLASSES[1:])
@@ -140,7 +140,7 @@ def test_imagenet_folders_go_by_name_wordnet_id_or_number(tmp_path, monkeypatch,
         "crane": None,  # a bird or a machine
     }
     for number, name in enumerate(folders):
-        write_picture(tmp_path / "photos" / name / "1.png", number, (48, 48))
+        write_image(tmp_path / "photos" / name / "1.png", number, (48, 48))
     _, metrics, predictions = evaluate("hgrn_deit_tiny", tmp_path / "photos", tmp_path / "out")
     assert metrics["images"] == 4 and metrics["classes"] == 1000
     assert {row["file"].split("/")[0]: row["true"] for row in predictions} == {
@@ -167,7 +167,7 @@ def test_outputs_are_not_overwritten(model, data, tmp_path, capsys):
     (tmp_path / "out" / "confusion.csv").write_text("precious")
     argv = ["evaluate", model, str(data), "--output", str(tmp_path / "out")]
     assert main(argv) == 2
-    assert "confusion.csv exists already" in capsys.readouterr().err
+    assert "confusion.csv already exists" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["confusion.csv"]
     assert main([*argv, "--force"]) == 0
     assert "precious" not in (tmp_path / "out" / "confusion.csv").read_text()
@@ -231,7 +231,7 @@ def test_calibration_error():
 
 
 @pytest.mark.parametrize("classes", [1, 20, 41, 700])
-def test_confusion_picture_of_any_size(classes):
+def test_confusion_matrix_of_any_size(classes):
     counts = np.eye(classes, dtype=np.int32) * 3
     figure = confusion_figure(counts, [f"class {i}, $ and a name that is far too long to fit" for i in range(classes)])
     axes = figure.axes[0]

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from saved_models import CLASSES, SMALL, save_model, write_picture
+from saved_models import CLASSES, SMALL, save_model, write_image
 from timm.models import save_for_hf
 
 from hgrn_vision.cli import main
@@ -116,11 +116,11 @@ def test_command_on_ablated_models(name, tmp_path, capsys):
     ablation = ABLATIONS[name]
     model = random_model(**ablation)
     save_for_hf(model, tmp_path / "model", model_args={**SMALL, **ablation}, safe_serialization=True)
-    picture, output = write_picture(tmp_path / "a.png", 0), tmp_path / "out"
-    assert explain(tmp_path, picture, "--output", output) == 0
+    image, output = write_image(tmp_path / "a.png", 0), tmp_path / "out"
+    assert explain(tmp_path, image, "--output", output) == 0
     with open(output / "gates.csv", newline="") as file:
         table = [GateRow(**{key: float(value) for key, value in row.items()}) for row in csv.DictReader(file)]
-    images = load_model(str(tmp_path), "cpu").prepare(open_image(picture))[None]
+    images = load_model(str(tmp_path), "cpu").prepare(open_image(image))[None]
     check_table(table, model, images, ablation.get("forget_gate", "full"))
     assert f"{table[1].median:.3f}" in capsys.readouterr().out
 
@@ -229,17 +229,17 @@ def run(tmp_path):
 
 
 def test_files_and_page(run, tmp_path, capsys):
-    pictures = [
-        write_picture(tmp_path / "a" / "pixel $x$.png", 0, (1, 1)),
-        write_picture(tmp_path / "b" / "pixel $x$.png", 1, (50, 20)),
+    images = [
+        write_image(tmp_path / "a" / "pixel $x$.png", 0, (1, 1)),
+        write_image(tmp_path / "b" / "pixel $x$.png", 1, (50, 20)),
     ]
     output = tmp_path / "out"
-    assert explain(run, *pictures, "--output", output, "--layers", 2, "--class", "cornflower é") == 0
+    assert explain(run, *images, "--output", output, "--layers", 2, "--class", "cornflower é") == 0
     files = ["1-pixel__x_-evidence.png", "1-pixel__x_-mixing.png", "2-pixel__x_-evidence.png", "2-pixel__x_-mixing.png"]
     assert sorted(path.name for path in output.iterdir()) == sorted([*files, "gates.csv", "gates.png", "index.html"])
     for path in output.glob("*.png"):
-        with Image.open(path) as picture:
-            assert picture.width > 300 and len(np.unique(np.asarray(picture.convert("L")))) > 10
+        with Image.open(path) as image:
+            assert image.width > 300 and len(np.unique(np.asarray(image.convert("L")))) > 10
     page = (output / "index.html").read_text(encoding="utf-8")
     sources = Sources(page).found
     assert len(sources) == 5 and all(source.startswith("data:image/png;base64,") for source in sources)
@@ -255,18 +255,18 @@ def test_class_changes_the_evidence(run):
 
 
 def test_nothing_is_overwritten_silently(run, tmp_path, capsys):
-    picture, output = write_picture(tmp_path / "a.png", 0), tmp_path / "out"
+    image, output = write_image(tmp_path / "a.png", 0), tmp_path / "out"
     output.mkdir()
     (output / "index.html").write_text("mine")
-    assert explain(run, picture, "--output", output) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert explain(run, image, "--output", output) == 2
+    assert "already exists" in capsys.readouterr().err
     assert [path.name for path in output.iterdir()] == ["index.html"]
-    assert explain(run, picture, "--output", output, "--force") == 0
+    assert explain(run, image, "--output", output, "--force") == 0
     assert (output / "index.html").read_text() != "mine"
 
 
 def test_bad_input_is_one_line_and_writes_nothing(run, tmp_path, capsys):
-    good, output = write_picture(tmp_path / "good.png", 0), tmp_path / "out"
+    good, output = write_image(tmp_path / "good.png", 0), tmp_path / "out"
     broken, large = tmp_path / "broken.png", tmp_path / "large.png"
     broken.write_bytes(good.read_bytes()[:40])
     Image.new("1", (20000, 20000)).save(large)
@@ -278,7 +278,7 @@ def test_bad_input_is_one_line_and_writes_nothing(run, tmp_path, capsys):
         "missing.png": (run, tmp_path / "missing.png"),
         "has 2 layers": (run, good, "--layers", 3),
         "knows the classes rose": (run, good, "--class", "nettle"),
-        "no HGRN model": (folder, good),
+        "not an HGRN model": (folder, good),
         "is a file": (run, good, "--output", good),
     }
     for message, argv in cases.items():

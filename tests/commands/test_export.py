@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from saved_models import CLASSES, SMALL, write_picture
+from saved_models import CLASSES, SMALL, write_image
 from timm.models import save_for_hf
 
 from hgrn_vision.cli import main
@@ -72,22 +72,22 @@ def test_onnx(run, tmp_path):
     # neither the sources nor where they lay
     assert b"torch_scan" not in path.read_bytes()
     for size in ((16, 16), (90, 61), (33, 200)):
-        check_example(run, path, write_picture(tmp_path / f"{size}.jpg", 3, size))
+        check_example(run, path, write_image(tmp_path / f"{size}.jpg", 3, size))
 
 
-def check_example(run, path, picture):
+def check_example(run, path, image):
     """The example's script answers as the package does, where neither it nor torch can be imported."""
     blocked = "import sys, runpy; sys.modules.update(dict.fromkeys(['torch', 'timm', 'hgrn_vision', 'onnx']))"
     command = f"{blocked}; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     script = ROOT / "examples" / "run_onnx.py"
     done = subprocess.run(
-        [sys.executable, "-X", "utf8", "-c", command, script, path, picture],
+        [sys.executable, "-X", "utf8", "-c", command, script, path, image],
         capture_output=True,
         text=True,
         encoding="utf-8",
     )
     assert done.returncode == 0, done.stderr
-    want = answers(run, load_model(str(run), "cpu").prepare(open_image(picture))[None].numpy())[0]
+    want = answers(run, load_model(str(run), "cpu").prepare(open_image(image))[None].numpy())[0]
     name = CLASSES[want.argmax()]
     assert done.stdout.startswith(name)
     np.testing.assert_allclose(np.array(done.stdout[len(name) :].split(), dtype=float), want, atol=1e-4)
@@ -184,8 +184,8 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys):
     unreadable = tmp_path / "empty"
     unreadable.mkdir()
     cases = {
-        "exists already": [str(run), "--output", str(taken)],
-        "no HGRN model": [str(folder), "--output", str(tmp_path / "a.onnx")],
+        "already exists": [str(run), "--output", str(taken)],
+        "not an HGRN model": [str(folder), "--output", str(tmp_path / "a.onnx")],
         "no config.json": [str(unreadable), "--output", str(tmp_path / "a.onnx")],
         "ends in .pt2": [str(run), "--format", "pt2", "--output", str(tmp_path / "a.bin")],
         "is a folder": [str(run), "--output", str(tmp_path)],

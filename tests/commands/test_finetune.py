@@ -1,4 +1,4 @@
-"""From pictures to a classifier: what is found, where the weights come from, what is left behind, what is refused."""
+"""From images to a classifier: what is found, where the weights come from, what is left behind, what is refused."""
 
 import csv
 import os
@@ -14,7 +14,7 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
-from saved_models import SMALL, package_starter, save_model, write_picture
+from saved_models import SMALL, package_starter, save_model, write_image
 
 import hgrn_vision  # noqa: F401
 from hgrn_vision.cli import main
@@ -34,10 +34,10 @@ STILL = ["--lr", "0", "--min-lr", "0", "--warmup-lr", "0"]  # nothing learns
 
 
 def write_photos(folder, counts, side=16):
-    """Pictures of 16x16 pixels, `counts` of each class."""
+    """Images of 16x16 pixels, `counts` of each class."""
     for label, (name, count) in enumerate(counts.items()):
         for number in range(count):
-            write_picture(folder / name / f"photo {number}.png", 100 * label + number, (side, side))
+            write_image(folder / name / f"photo {number}.png", 100 * label + number, (side, side))
     return folder
 
 
@@ -64,11 +64,11 @@ def body(folder):
     return {name: tensor for name, tensor in weights.items() if not name.startswith("head.")}
 
 
-def test_pictures_become_a_run_and_the_command_to_use_it(photos, tmp_path, capsys):
+def test_images_become_a_run_and_the_command_to_use_it(photos, tmp_path, capsys):
     assert finetune(photos, tmp_path / "my run", *TINY) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
-        f"Found 18 images of 3 classes in {photos}: 15 for training (5 a class), 3 for validation, "
+        f"Found 18 images of 3 classes in {photos}: 15 for training (5 per class), 3 for validation, "
         "16x16 pixels, none unreadable, no suspected duplicates across the split."
     )
     assert lines[1].startswith("Starting from scratch, without --init: ")
@@ -78,7 +78,7 @@ def test_pictures_become_a_run_and_the_command_to_use_it(photos, tmp_path, capsy
     assert about["init"] == "new weights" and about["images"] == lines[0]
     evaluate = next(line for line in lines if line.startswith("evaluate:")).removeprefix("evaluate:")
     assert evaluate.endswith(" --holdout 0.2") and main(shlex.split(evaluate)[1:]) == 0
-    # of the three held-out pictures, as at the end of the run
+    # of the three held-out images, as at the end of the run
     top1 = next(line for line in lines if line.startswith("finished:")).split()[2].rstrip(",")
     assert re.search(rf"images +3\ntop1 +{top1}%", capsys.readouterr().out)
     predict = next(line for line in lines if line.startswith("predict:")).removeprefix("predict:")
@@ -192,7 +192,9 @@ def test_a_released_checkpoint_says_which_model_it_is_of(tmp_path):
 def test_a_bare_weights_file_needs_the_name_of_its_model(tmp_path):
     model = save_model(tmp_path / "plain")
     shutil.move(tmp_path / "plain" / "model.safetensors", tmp_path / "bare.safetensors")
-    with pytest.raises(ValueError, match="bare.safetensors does not say which model it is of: name it with --model"):
+    with pytest.raises(
+        ValueError, match="bare.safetensors does not say which model it belongs to: name it with --model"
+    ):
         read_initial(str(tmp_path / "bare.safetensors"))
     with pytest.raises(ValueError, match="does not fit the model"):
         read_initial(str(tmp_path / "bare.safetensors"), "hgrn_deit_tiny")
@@ -231,7 +233,7 @@ def test_a_run_is_not_overwritten(photos, finished, tmp_path, capsys):
     assert finetune(photos, photos, *TINY) == 2
     first, second, third = capsys.readouterr().err.splitlines()
     assert "began from new weights, not" in first
-    assert "was started with other settings: lr 0.001 -> 0.5" in second
+    assert "was started with different settings: lr 0.001 -> 0.5" in second
     assert "is not empty and holds no run" in third
     assert (finished / "log.csv").read_bytes() == log
 
@@ -250,17 +252,17 @@ def test_a_csv_and_folders_of_splits(photos, tmp_path, capsys):
                 shutil.copy(path, target)
     assert finetune(tmp_path / "split", tmp_path / "splits", *TINY) == 0
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Found")]
-    assert all("15 for training (5 a class), 3 for validation" in line for line in found) and len(found) == 2
+    assert all("15 for training (5 per class), 3 for validation" in line for line in found) and len(found) == 2
 
 
 def write_odd(folder):
-    """A folder with everything that can be wrong with pictures that are still enough to train on."""
+    """A folder with everything that can be wrong with images that are still enough to train on."""
     write_photos(folder, {"a": 12, "b": 2, "c": 1})
     (folder / "nothing here").mkdir()
-    (folder / "a" / "notes.txt").write_text("not a picture")
-    (folder / "a" / "broken.png").write_text("not a picture either")
-    picture = Image.open(folder / "a" / "photo 0.png")
-    picture.save(folder / "b" / "a jpeg.png", "JPEG")
+    (folder / "a" / "notes.txt").write_text("not an image")
+    (folder / "a" / "broken.png").write_text("not an image either")
+    image = Image.open(folder / "a" / "photo 0.png")
+    image.save(folder / "b" / "a jpeg.png", "JPEG")
     return folder
 
 
@@ -268,23 +270,23 @@ def test_what_is_found_is_said(tmp_path):
     folder = write_odd(tmp_path / "odd")
     train, validation = open_splits(TrainConfig(data=str(folder), holdout=0.2))
     found = list(survey(str(folder), train, validation).lines())
-    assert "17 images of 3 classes" in found[0] and "(1 to 10 a class)" in found[0] and ", 1 unreadable, " in found[0]
+    assert "17 images of 3 classes" in found[0] and "(1 to 10 per class)" in found[0] and ", 1 unreadable, " in found[0]
     text = "\n".join(found[1:])
-    assert "unreadable: a/broken.png: not a picture in a known format" in text
-    assert "folder without images, no class: nothing here" in text
+    assert "unreadable: a/broken.png: not an image in a known format" in text
+    assert "folder without images, not a class: nothing here" in text
     assert "left out, not named like an image: a/notes.txt" in text
     assert "class without validation images: c" in text
 
 
 def test_copies_across_the_split_are_suspected_and_others_are_not(tmp_path):
     noise = np.random.RandomState(0)
-    pictures = [Image.fromarray(noise.randint(0, 256, (6, 8, 3)).astype(np.uint8)).resize((320, 240)) for _ in range(6)]
-    for number, picture in enumerate(pictures):
+    images = [Image.fromarray(noise.randint(0, 256, (6, 8, 3)).astype(np.uint8)).resize((320, 240)) for _ in range(6)]
+    for number, image in enumerate(images):
         path = tmp_path / ("train" if number < 4 else "val") / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
-    # the same picture, smaller and in another format
-    pictures[1].resize((160, 120)).save(tmp_path / "val" / "b" / "copy.jpg", quality=80)
+        image.save(path)
+    # the same image, smaller and in another format
+    images[1].resize((160, 120)).save(tmp_path / "val" / "b" / "copy.jpg", quality=80)
     found = survey(str(tmp_path), *open_splits(TrainConfig(data=str(tmp_path))))
     assert found.twins == [("b/1.png", "b/copy.jpg")]
     assert "1 suspected duplicate across" in next(found.lines())
@@ -322,7 +324,7 @@ BAD = {
     "one image per class": (one_image_each, "one image of each class is too few"),
     "mostly broken": (mostly_broken, "8 of 16 images of .* are unreadable, more than --max-bad-fraction 0.25"),
     "one class": (one_class, r"only one class \(a\)"),
-    "no folders": (loose_files, "expected one sub-folder a class"),
+    "no folders": (loose_files, "expected one sub-folder per class"),
     "nothing": (lambda folder: folder / "missing", "no such file or folder"),
     "no header": (csv_of("a.png,cat", "b.png,dog"), "must start with a line that names the columns file and label"),
     "wrong header": (csv_of("path,class", "a.png,cat"), "must start with a line that names the columns"),
@@ -344,10 +346,10 @@ def test_bad_input_is_one_line_and_code_2(case, tmp_path, capsys):
 def test_bad_flags(photos, tmp_path, capsys):
     for flags, message in (
         (["--init", "nowhere"], "no model at nowhere"),
-        (["--img-size", "100"], "--img-size 100 is no multiple of the model's patch: 96 or 104 is"),
+        (["--img-size", "100"], "--img-size 100 is not a multiple of the model's patch size; 96 and 104 are"),
         (["--freeze", "head"], "freeze must be body or a number of layers"),
         (["--batch-size", "64"], "fewer than one batch of 64"),
-        ([*TINY, "--init", str(photos)], "is no model folder"),
+        ([*TINY, "--init", str(photos)], "is not a model folder"),
     ):
         assert main(["finetune", str(photos), "--output", str(tmp_path / "run"), *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -357,7 +359,7 @@ def test_bad_flags(photos, tmp_path, capsys):
 
 def test_ten_thousand_classes_in_a_csv(tmp_path, capsys):
     for number in range(4):
-        write_picture(tmp_path / f"{number}.png", number)
+        write_image(tmp_path / f"{number}.png", number)
     rows = [f"{number % 4}.png,class {number // 2}" for number in range(20_000)]
     (tmp_path / "photos.csv").write_text("\n".join(["file,label", *rows]))
     short = ["--epoch-steps", "2", "--eval-images", "64"]
@@ -427,7 +429,7 @@ def test_digits_are_written_whole_and_as_the_demo_divides_them(tmp_path, capsys)
     index = int(np.flatnonzero(packaged[1].rows == row)[0])
     assert np.array_equal(np.asarray(validation.load(7)), np.asarray(packaged[1].load(index)))
     assert main(["digits", str(tmp_path / "digits")]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_a_demo_run_is_a_head_start(tmp_path, capsys):
@@ -436,12 +438,12 @@ def test_a_demo_run_is_a_head_start(tmp_path, capsys):
     assert main(["train", "--output", str(tmp_path / "demo"), *small, "--epochs", "5"]) == 0
     # and it ends by naming the next step
     assert re.search(r"hgrn_vision finetune PHOTOS --output \S+ \(one folder per class", capsys.readouterr().out)
-    assert main(["digits", str(tmp_path / "pictures")]) == 0
+    assert main(["digits", str(tmp_path / "images")]) == 0
     few_steps = ["--epochs", "1", "--epoch-steps", "15", "--device", "cpu", "--lr", "0.005"]
     reached = {}
     for start in (["--init", str(tmp_path / "demo")], ["--model", "hgrn_deit_tiny", *small, "--img-size", "8"]):
         output = tmp_path / start[0]
-        assert main(["finetune", str(tmp_path / "pictures"), "--output", str(output), *few_steps, *start]) == 0
+        assert main(["finetune", str(tmp_path / "images"), "--output", str(output), *few_steps, *start]) == 0
         with open(output / "log.csv", newline="") as file:
             reached[start[0]] = float(next(csv.DictReader(file))["val_top1"])
     assert reached["--init"] > reached["--model"] + 20, reached

@@ -22,7 +22,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from saved_models import CLASSES, edit_config, package_starter, save_model, write_picture
+from saved_models import CLASSES, edit_config, package_starter, save_model, write_image
 
 from hgrn_vision.cli import main
 from hgrn_vision.commands import predict
@@ -41,8 +41,8 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    return [str(write_picture(tmp_path / "pictures" / f"{i}.png", i)) for i in range(5)]
+def images(tmp_path):
+    return [str(write_image(tmp_path / "images" / f"{i}.png", i)) for i in range(5)]
 
 
 def table(text):
@@ -63,7 +63,7 @@ def start(*argv, **kwargs):
 def test_a_thousand_files_ten_of_them_broken(model, tmp_path, capsys):
     folder, broken = tmp_path / "many", set(range(7, 1000, 100))
     for i in range(1000):
-        path = write_picture(folder / f"{i:04}.png", i)
+        path = write_image(folder / f"{i:04}.png", i)
         if i in broken:
             path.write_bytes(path.read_bytes()[: 40 if i % 200 > 100 else 0])
     outputs = [str(tmp_path / f"out.{kind}") for kind in ("csv", "json", "html")]
@@ -85,13 +85,13 @@ def test_a_thousand_files_ten_of_them_broken(model, tmp_path, capsys):
     assert Path(outputs[2]).read_text().count("<figure>") == 1000
 
 
-def test_probabilities_are_the_models(model, pictures, capsys):
+def test_probabilities_are_the_models(model, images, capsys):
     network = timm.create_model(f"local-dir:{model}/model", pretrained=True).eval()
     transform = timm.data.create_transform(**timm.data.resolve_data_config({"img_size": 16}, model=network))
     with torch.no_grad():
-        batch = torch.stack([transform(Image.open(path)) for path in pictures])
+        batch = torch.stack([transform(Image.open(path)) for path in images])
         want = network(batch).softmax(-1).numpy()
-    code, rows = rows_of(capsys, model, *pictures)
+    code, rows = rows_of(capsys, model, *images)
     assert code == 0
     for row, probabilities in zip(rows, want, strict=True):
         order = np.argsort(-probabilities)
@@ -100,19 +100,19 @@ def test_probabilities_are_the_models(model, pictures, capsys):
         np.testing.assert_allclose(got, probabilities[order], rtol=1e-4)
 
 
-def test_top_k(model, pictures, capsys):
-    _, rows = rows_of(capsys, model, pictures[0], "--top", 2)
+def test_top_k(model, images, capsys):
+    _, rows = rows_of(capsys, model, images[0], "--top", 2)
     assert list(rows[0]) == ["file", "label", "probability", "label_2", "probability_2", "error"]
-    assert main(["predict", model, pictures[0], "--top", "1"]) == 0
+    assert main(["predict", model, images[0], "--top", "1"]) == 0
     assert capsys.readouterr().out.count("%") == 1
 
 
 def test_every_kind_of_input_keeps_its_place(model, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "in"
     for name in ("b/2.png", "b/10.JPG", "a.png", "[x].png", "z/deep/er.webp"):
-        write_picture(folder / name, 1)
-    (folder / "notes.txt").write_text("no picture")
-    (folder / ".hidden.png").write_text("no picture")
+        write_image(folder / name, 1)
+    (folder / "notes.txt").write_text("not an image")
+    (folder / ".hidden.png").write_text("not an image")
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{folder}/a.png\n\n{folder}/b\r\n".encode())))
     code, rows = rows_of(
@@ -133,7 +133,7 @@ def test_an_empty_list_gives_no_rows(model, capsys, monkeypatch):
 
 
 def write_huge_png(path):
-    """A real picture of 20,000 x 20,000 grey pixels, a few kilobytes long."""
+    """A real image of 20,000 x 20,000 grey pixels, a few kilobytes long."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -144,25 +144,25 @@ def write_huge_png(path):
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b""))
 
 
-def test_odd_pictures(model, tmp_path, capsys):
-    write_picture(tmp_path / "one.png", 0, (1, 1))
-    write_picture(tmp_path / "wide.png", 0, (600, 1))
-    write_picture(tmp_path / "real.png", 0).rename(tmp_path / "png_as.jpg")
-    write_picture(tmp_path / "real.png", 0).rename(tmp_path / "picture.dat")
-    (tmp_path / "text.png").write_text("this is no picture")
+def test_odd_images(model, tmp_path, capsys):
+    write_image(tmp_path / "one.png", 0, (1, 1))
+    write_image(tmp_path / "wide.png", 0, (600, 1))
+    write_image(tmp_path / "real.png", 0).rename(tmp_path / "png_as.jpg")
+    write_image(tmp_path / "real.png", 0).rename(tmp_path / "image.dat")
+    (tmp_path / "text.png").write_text("this is not an image")
     (tmp_path / "nothing.png").touch()
     write_huge_png(tmp_path / "huge.png")
     (tmp_path / "folder.png").mkdir()
-    names = ["one.png", "wide.png", "png_as.jpg", "picture.dat", "text.png", "nothing.png", "huge.png", "folder.png"]
+    names = ["one.png", "wide.png", "png_as.jpg", "image.dat", "text.png", "nothing.png", "huge.png", "folder.png"]
     code, rows = rows_of(capsys, model, *(tmp_path / name for name in names), tmp_path / "missing.png")
     assert code == 1
     reasons = [row["error"] for row in rows]
     assert reasons[:4] == [""] * 4
     assert reasons[4:] == [
-        "not a picture in a known format",
+        "not an image in a known format",
         "empty file",
         "more than 89,478,485 pixels",
-        "a folder without pictures",
+        "a folder without images",
         "No such file or directory",
     ]
     _, rows = rows_of(capsys, model, tmp_path / "wide.png", "--max-pixels", 599)
@@ -174,7 +174,7 @@ def test_names_of_any_bytes(model, tmp_path, capsys):
     os.mkdir(folder)
     names = ["blüte.png".encode(), b"\xff\xfe.png", b'two\nlines,".png']
     for i, name in enumerate(names):
-        write_picture(tmp_path / "real.png", i).rename(os.fsdecode(os.path.join(folder, name)))
+        write_image(tmp_path / "real.png", i).rename(os.fsdecode(os.path.join(folder, name)))
     out = tmp_path / "out"
     argv = ["predict", model, os.fsdecode(folder)]
     assert main([*argv, "--csv", f"{out}.csv", "--json", f"{out}.json", "--html", f"{out}.html"]) == 0
@@ -189,56 +189,56 @@ def test_names_of_any_bytes(model, tmp_path, capsys):
 
 
 class Page(html.parser.HTMLParser):
-    """The pictures and the words of a page."""
+    """The images and the words of a page."""
 
     def __init__(self, text):
         super().__init__()
-        self.pictures, self.words, self.tags = [], [], []
+        self.images, self.words, self.tags = [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         attributes = dict(attributes)
         if tag == "img":
-            self.pictures.append(attributes["src"])
+            self.images.append(attributes["src"])
         assert not any(value and value.startswith("http") for value in attributes.values())
 
     def handle_data(self, data):
         self.words.append(data)
 
 
-def test_gallery(model, pictures, tmp_path, monkeypatch):
-    Path(pictures[3]).write_text("no picture")
-    assert main(["predict", model, *pictures, "--html", str(tmp_path / "page.html")]) == 1
+def test_gallery(model, images, tmp_path, monkeypatch):
+    Path(images[3]).write_text("not an image")
+    assert main(["predict", model, *images, "--html", str(tmp_path / "page.html")]) == 1
     page = Page((tmp_path / "page.html").read_text())
-    assert len(page.pictures) == 4 and all(source.startswith("data:image/jpeg;base64,") for source in page.pictures)
-    assert "not a picture in a known format" in page.words
+    assert len(page.images) == 4 and all(source.startswith("data:image/jpeg;base64,") for source in page.images)
+    assert "not an image in a known format" in page.words
     # a class name is text, never markup
     assert "daisy <b>" in page.words and "b" not in page.tags
-    assert "5 pictures, 1 of them unreadable." in "".join(page.words)
+    assert "5 images, 1 of them unreadable." in "".join(page.words)
 
     monkeypatch.setattr(gallery, "MOST", 2)
-    assert main(["predict", model, *pictures, "--html", str(tmp_path / "short.html")]) == 1
+    assert main(["predict", model, *images, "--html", str(tmp_path / "short.html")]) == 1
     short = Page((tmp_path / "short.html").read_text())
-    assert len(short.pictures) == 2
-    assert "5 pictures, 1 of them unreadable; the first 2 are shown." in "".join(short.words)
+    assert len(short.images) == 2
+    assert "5 images, 1 of them unreadable; the first 2 are shown." in "".join(short.words)
 
 
-def test_outputs_are_not_overwritten(model, pictures, tmp_path, capsys):
+def test_outputs_are_not_overwritten(model, images, tmp_path, capsys):
     out = tmp_path / "out.csv"
     out.write_text("precious")
-    assert main(["predict", model, *pictures, "--csv", str(out)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert main(["predict", model, *images, "--csv", str(out)]) == 2
+    assert "already exists" in capsys.readouterr().err
     assert out.read_text() == "precious"
-    assert main(["predict", model, *pictures, "--csv", str(out), "--force"]) == 0
+    assert main(["predict", model, *images, "--csv", str(out), "--force"]) == 0
     assert len(table(out.read_text())) == 5
-    assert main(["predict", model, *pictures, "--csv", "a", "--json", "a"]) == 2
-    assert main(["predict", model, *pictures, "--csv", "-", "--json", "-"]) == 2
-    assert main(["predict", model, *pictures, "--html", str(tmp_path)]) == 2
+    assert main(["predict", model, *images, "--csv", "a", "--json", "a"]) == 2
+    assert main(["predict", model, *images, "--csv", "-", "--json", "-"]) == 2
+    assert main(["predict", model, *images, "--html", str(tmp_path)]) == 2
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["hgrn-vision predict"] * 3
 
 
-def test_an_interrupted_command_leaves_no_file(model, pictures, tmp_path, monkeypatch):
+def test_an_interrupted_command_leaves_no_file(model, images, tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         yield from (answer for answer, _ in zip(classify(*args, **kwargs), range(3), strict=False))
         raise KeyboardInterrupt
@@ -246,18 +246,18 @@ def test_an_interrupted_command_leaves_no_file(model, pictures, tmp_path, monkey
     monkeypatch.setattr(predict, "classify", interrupted)
     out = tmp_path / "out"
     argv = ["--csv", f"{out}/a.csv", "--json", f"{out}/a.json", "--html", f"{out}/a.html"]
-    assert main(["predict", model, *pictures, *argv]) == 130
+    assert main(["predict", model, *images, *argv]) == 130
     assert list(out.iterdir()) == []
 
 
-def test_ctrl_c_and_a_closed_pipe_in_a_process_of_its_own(model, pictures, tmp_path):
+def test_ctrl_c_and_a_closed_pipe_in_a_process_of_its_own(model, images, tmp_path):
     out = tmp_path / "out"
     waiting = start("predict", model, "-", "--csv", out / "a.csv", stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-    closed = start("predict", model, *pictures * 400, "--batch-size", 4, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    closed = start("predict", model, *images * 400, "--batch-size", 4, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     # the reader leaves after one row
     assert b"%" in closed.stdout.readline()
     closed.stdout.close()
-    waiting.stdin.write("\n".join(pictures).encode())
+    waiting.stdin.write("\n".join(images).encode())
     waiting.stdin.flush()
     end = time.monotonic() + 240
     while not (out.exists() and list(out.iterdir())):
@@ -272,16 +272,16 @@ def test_ctrl_c_and_a_closed_pipe_in_a_process_of_its_own(model, pictures, tmp_p
     assert closed.stderr.read() == b""
 
 
-def test_memory_does_not_grow_with_the_number_of_files(model, pictures, tmp_path, monkeypatch):
+def test_memory_does_not_grow_with_the_number_of_files(model, images, tmp_path, monkeypatch):
     """Images are dropped when they are classified, and their rows when they are written."""
     numbers = itertools.count()
-    images, thumbnails, most = weakref.WeakValueDictionary(), weakref.WeakValueDictionary(), [0, 0]
+    alive, thumbnails, most = weakref.WeakValueDictionary(), weakref.WeakValueDictionary(), [0, 0]
 
     class Thumbnail(str):
         """Goes with the row; unlike a plain string it can be referred to weakly."""
 
     def opened(*args):
-        image = images[next(numbers)] = open_image(*args)
+        image = alive[next(numbers)] = open_image(*args)
         return image
 
     def small(image):
@@ -289,7 +289,7 @@ def test_memory_does_not_grow_with_the_number_of_files(model, pictures, tmp_path
         return thumbnail
 
     def made(*args):
-        most[:] = max(most[0], len(images)), max(most[1], len(thumbnails))
+        most[:] = max(most[0], len(alive)), max(most[1], len(thumbnails))
         return make_row(*args)
 
     make_row = predict.make_row
@@ -297,7 +297,7 @@ def test_memory_does_not_grow_with_the_number_of_files(model, pictures, tmp_path
     monkeypatch.setattr(predict, "thumbnail", small)
     monkeypatch.setattr(predict, "make_row", made)
     outputs = [f"--{kind}={tmp_path / kind}" for kind in ("csv", "json", "html")]
-    assert main(["predict", model, *pictures * 20, "--batch-size", "4", *outputs]) == 0
+    assert main(["predict", model, *images * 20, "--batch-size", "4", *outputs]) == 0
     assert len(table((tmp_path / "csv").read_text())) == 100
     # one batch is being written, another decoded, and the loop still holds the row before
     assert most[0] <= 8 and 4 <= most[1] <= 9
@@ -312,26 +312,26 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("output, shown", [("--csv=out.csv", True), ("--csv=-", False), ("--top=1", False)])
-def test_no_progress_between_rows_on_a_screen(model, pictures, tmp_path, monkeypatch, output, shown):
+def test_no_progress_between_rows_on_a_screen(model, images, tmp_path, monkeypatch, output, shown):
     monkeypatch.chdir(tmp_path)
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, Terminal())
-    assert main(["predict", model, *pictures, output]) == 0
+    assert main(["predict", model, *images, output]) == 0
     assert ("5/5" in sys.stderr.getvalue()) == shown
 
 
-def test_progress_where_someone_watches(model, pictures, tmp_path, monkeypatch):
+def test_progress_where_someone_watches(model, images, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert main(["predict", model, *pictures, "--csv", str(tmp_path / "out.csv")]) == 0
-    assert "5/5" in sys.stderr.getvalue() and "pictures/s" in sys.stderr.getvalue()
+    assert main(["predict", model, *images, "--csv", str(tmp_path / "out.csv")]) == 0
+    assert "5/5" in sys.stderr.getvalue() and "images/s" in sys.stderr.getvalue()
 
 
-def test_only_a_few_batches_are_read_ahead(model, pictures):
+def test_only_a_few_batches_are_read_ahead(model, images):
     drawn = []
 
     def endless():
         while True:
-            drawn.append(pictures[len(drawn) % 5])
+            drawn.append(images[len(drawn) % 5])
             yield drawn[-1]
 
     answers = classify(load_model(model), endless(), open_image, batch_size=4)
@@ -342,7 +342,7 @@ def test_only_a_few_batches_are_read_ahead(model, pictures):
     answers.close()
 
 
-def test_what_is_not_wanted_any_more_is_not_read(model, pictures, monkeypatch):
+def test_what_is_not_wanted_any_more_is_not_read(model, images, monkeypatch):
     """Of the batch that is decoded ahead, only what a thread has begun is finished."""
     read, cancelled, started, released = [], [], threading.Event(), threading.Event()
     cancel = Future.cancel
@@ -361,27 +361,27 @@ def test_what_is_not_wanted_any_more_is_not_read(model, pictures, monkeypatch):
 
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     monkeypatch.setattr(Future, "cancel", cancelling)
-    answers = classify(load_model(model), pictures * 4, reading, batch_size=4)
+    answers = classify(load_model(model), images * 4, reading, batch_size=4)
     next(answers)
     assert started.wait(60)
     answers.close()
     assert cancelled == [False, True, True, True] and len(read) == 5
 
 
-def test_another_image_size(model, pictures, capsys):
-    _, usual = rows_of(capsys, model, pictures[0])
-    _, larger = rows_of(capsys, model, pictures[0], "--img-size", 32)
+def test_another_image_size(model, images, capsys):
+    _, usual = rows_of(capsys, model, images[0])
+    _, larger = rows_of(capsys, model, images[0], "--img-size", 32)
     assert usual[0]["probability"] != larger[0]["probability"]
-    _, padded = rows_of(capsys, model, pictures[0], "--img-size", 30)
+    _, padded = rows_of(capsys, model, images[0], "--img-size", 30)
     assert float(padded[0]["probability"]) not in (float(usual[0]["probability"]), float(larger[0]["probability"]))
 
 
-def test_imagenet_classes_with_no_training(pictures, tmp_path, monkeypatch, capsys):
+def test_imagenet_classes_with_no_training(images, tmp_path, monkeypatch, capsys):
     network = package_starter(tmp_path / "pretrained", monkeypatch)
-    code, rows = rows_of(capsys, "hgrn_deit_tiny", *pictures)
+    code, rows = rows_of(capsys, "hgrn_deit_tiny", *images)
     assert code == 0 and len(rows) == 5
     loaded = load_model("hgrn_deit_tiny")
-    for path, row in zip(pictures, rows, strict=True):
+    for path, row in zip(images, rows, strict=True):
         with torch.no_grad():
             answer = network(loaded.prepare(open_image(path))[None]).softmax(-1)[0]
         # float16 may change the order of answers that are nearly equal
@@ -389,16 +389,16 @@ def test_imagenet_classes_with_no_training(pictures, tmp_path, monkeypatch, caps
         assert answer[loaded.class_names.index(row["label"])] == pytest.approx(answer.max().item(), rel=0.02)
 
 
-def test_bad_flags_and_models_end_in_one_line(model, pictures, tmp_path, capsys):
+def test_bad_flags_and_models_end_in_one_line(model, images, tmp_path, capsys):
     edit_config(tmp_path / "run" / "model", label_names=["only", "two"])
-    assert main(["predict", model, *pictures]) == 2
-    assert main(["predict", str(tmp_path / "nowhere"), *pictures]) == 2
+    assert main(["predict", model, *images]) == 2
+    assert main(["predict", str(tmp_path / "nowhere"), *images]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert "2 label names for a head of 3 classes" in lines[0] and "no model at" in lines[1]
     for flags in (["--top", "0"], ["--batch-size", "x"], ["--max-pixels", "-1"]):
         with pytest.raises(SystemExit) as error:
-            main(["predict", model, *pictures, *flags])
+            main(["predict", model, *images, *flags])
         assert error.value.code == 2
 
 

@@ -7,7 +7,7 @@ import timm
 import torch
 import yaml
 from PIL import Image
-from saved_models import CLASSES, SMALL, save_model, small_model, write_picture
+from saved_models import CLASSES, SMALL, save_model, small_model, write_image
 
 from hgrn_vision.cli import main
 from hgrn_vision.inference.pretrained import load_model
@@ -57,7 +57,7 @@ def test_the_cards_example_runs(run, tmp_path, monkeypatch):
     assert main(["publish", run[0], str(tmp_path / "flowers")]) == 0
     code = front_matter(tmp_path / "flowers")[1].split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
-    Image.open(write_picture(tmp_path / "a.png", 3, (40, 30))).save("photo.jpg")
+    Image.open(write_image(tmp_path / "a.png", 3, (40, 30))).save("photo.jpg")
     names = {}
     exec(code.replace("hf-hub:USER/flowers", "local-dir:flowers"), names)
     with torch.no_grad():

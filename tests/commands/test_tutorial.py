@@ -47,8 +47,8 @@ def test_the_commands_run_in_order(tmp_path, monkeypatch, capfd):
         assert (tmp_path / name).stat().st_size > 1000, name
 
 
-def test_the_pictures_are_there():
-    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", TUTORIAL.read_text())
-    assert len(pictures) >= 4
-    for name in pictures:
+def test_the_figures_are_there():
+    figures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", TUTORIAL.read_text())
+    assert len(figures) >= 4
+    for name in figures:
         assert (TUTORIAL.parent / name).is_file(), name

@@ -79,7 +79,7 @@ def test_float_tiff_with_nan_is_refused():
         open_image(data)
 
 
-def test_the_limit_that_refused_a_picture_is_named(monkeypatch):
+def test_the_limit_that_refused_an_image_is_named(monkeypatch):
     data = encode(Image.fromarray(noise()), "PNG")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(BadImage, match="^more than 200 pixels"):
@@ -152,8 +152,8 @@ def test_flipped_bytes_never_raise_anything_else():
                 assert open_image(broken.tobytes()).mode == "RGB"
 
 
-@pytest.mark.parametrize("data,reason", [(b"", "empty file"), (b"hello, world", "not a picture")])
-def test_what_is_no_picture(data, reason):
+@pytest.mark.parametrize("data,reason", [(b"", "empty file"), (b"hello, world", "not an image")])
+def test_what_is_not_an_image(data, reason):
     with pytest.raises(BadImage, match=reason):
         open_image(data)
 

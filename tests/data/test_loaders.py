@@ -46,7 +46,7 @@ def write(path, content: bytes = b"") -> None:
 
 
 def tree(root, **classes: int) -> str:
-    """Class folders with so many pictures each, the class's number as their red value."""
+    """Class folders with this many images each, the class's number as their red value."""
     for number, (name, count) in enumerate(classes.items()):
         for i in range(count):
             write(root / name / f"{i}.png", png((number * 10, i, 0)))
@@ -87,7 +87,7 @@ def test_validation_classes_are_looked_up_by_name(tmp_path, caplog):
     (tmp_path / "val" / "ant").mkdir()
     write(tmp_path / "val" / "dog" / "deeper" / "2.JPG", png((1, 1, 1)))
     write(tmp_path / "val" / "dog" / "._2.jpg", b"a file manager's note")
-    write(tmp_path / "val" / "dog" / "notes.txt", b"no picture")
+    write(tmp_path / "val" / "dog" / "notes.txt", b"not an image")
     write(tmp_path / "val" / "stray.png")
     with caplog.at_level(logging.WARNING):
         train, validation = open_splits(config(data=str(tmp_path)))
@@ -144,7 +144,7 @@ def broken_trees(tmp_path):
         ("apart", 0, "no validation image.*found lily, rose, expected cat, dog"),
         ("noval", 0, "no val or validation folder.*--holdout"),
         ("single", 0.2, "too few to hold any out"),
-        ("loose", 0, "one sub-folder a class"),
+        ("loose", 0, "one sub-folder per class"),
         ("notes.txt", 0, "neither a folder nor a .tar or .csv file"),
         ("hello.tar", 0, "not an uncompressed tar file"),
     ],
@@ -205,14 +205,14 @@ def pack(path, members: dict[str, bytes]) -> bytes:
 
 
 def layouts(tmp_path) -> dict[str, str]:
-    """The same pictures (red says the class, green the number, blue the split) in every layout that tars may have."""
-    pictures = {
+    """The same images (red says the class, green the number, blue the split) in every layout that tars may have."""
+    images = {
         part: {f"{name}/{i}.webp": png((red, i, blue)) for name, red in (("cat", 10), ("dog", 20)) for i in range(2)}
         for part, blue in (("train", 100), ("val", 200))
     }
-    both = {f"./{part}/{name}": data for part, members in pictures.items() for name, data in members.items()}
+    both = {f"./{part}/{name}": data for part, members in images.items() for name, data in members.items()}
     pack(tmp_path / "both.tar", both)
-    for part, members in pictures.items():
+    for part, members in images.items():
         pack(tmp_path / "pair" / f"{part}.tar", members)
         by_class = {
             name: pack(
@@ -242,7 +242,7 @@ def test_torchvision_sets(tmp_path):
     train, validation = open_splits(config(dataset="torch/image_folder", data=str(tmp_path / "folder")))
     assert train.class_names == ["cat", "dog"] and validation.labels.tolist() == [0, 1]
     assert train.image_name(0).endswith("cat/0.png") and train.load(2).mode == "RGB"
-    with pytest.raises(ValueError, match="not a picture"):
+    with pytest.raises(ValueError, match="not an image"):
         train.load(1)
     raw = tmp_path / "mnist" / "MNIST" / "raw"
     digits, labels = np.arange(5 * 28 * 28, dtype=np.uint8), bytes([3, 1, 4, 1, 5])
@@ -417,7 +417,7 @@ def test_one_channel():
 
 @pytest.fixture
 def damaged(tmp_path):
-    """40 pictures of two classes, four of them unreadable: truncated, empty, text, missing."""
+    """40 images of two classes, four of them unreadable: truncated, empty, text, missing."""
     root = tmp_path / "damaged"
     tree(root, cat=20, dog=20)
     whole = (root / "cat" / "3.png").read_bytes()
@@ -450,7 +450,7 @@ def test_unreadable_images_are_replaced_the_same_way_everywhere(damaged):
 
 
 def test_the_replacement_keeps_its_own_label(tmp_path):
-    """Cats are red 0, dogs red 10: with a broken dog among them, no picture gets the other's label."""
+    """Cats are red 0, dogs red 10: with a broken dog among them, no image gets the other's label."""
     root = tree(tmp_path, cat=3, dog=5)
     write(tmp_path / "dog" / "2.png", b"broken")
     settings = config(
@@ -631,8 +631,8 @@ def test_loaders_can_be_sent_to_processes_that_are_not_forks():
 
 
 def test_tar_members_are_read_by_several_workers(tmp_path):
-    pictures = {f"{'ab'[i % 2]}/{i}.png": png((i, i % 2, 0)) for i in range(64)}
-    pack(tmp_path / "all.tar", pictures)
+    images = {f"{'ab'[i % 2]}/{i}.png": png((i, i % 2, 0)) for i in range(64)}
+    pack(tmp_path / "all.tar", images)
     settings = config(data=str(tmp_path / "all.tar"), holdout=0.5, workers=3, batch_size=2, micro_batch=2)
     _, validation = open_splits(settings)
     validation.load(0)

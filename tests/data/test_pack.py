@@ -121,7 +121,7 @@ def test_a_build_that_fails_leaves_nothing(folder):
 def test_no_readable_photo_is_an_error(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "broken.jpg").write_bytes(b"not a jpeg")
-    with pytest.raises(ValueError, match="not one of the 1 photographs could be read"):
+    with pytest.raises(ValueError, match="none of the 1 photographs could be read"):
         open_it(tmp_path / "photos")
 
 

@@ -30,5 +30,5 @@ def test_a_grey_model_wants_one_channel():
 
 @pytest.mark.parametrize("holdout", [-0.1, 1.5])
 def test_a_share_that_is_none(holdout):
-    with pytest.raises(ValueError, match=f"holdout must lie between 0 and 1, got {holdout}"):
+    with pytest.raises(ValueError, match=f"holdout must be between 0 and 1, got {holdout}"):
         ImageSettings("digits", holdout=holdout)

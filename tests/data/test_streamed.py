@@ -56,7 +56,7 @@ def test_what_cannot_be_read_is_listed_and_left_out():
     bad, train = [], stream(10, None, 30)
     found = list(streamed.readable(train, iter(train.reader), bad))
     assert [(image.getpixel((0, 0))[0], label) for image, label in found] == [(10, 0), (30, 0)]
-    assert bad == [BadRecord("train", -1, "image 1 of worker 1", "not a picture in a known format")]
+    assert bad == [BadRecord("train", -1, "image 1 of worker 1", "not an image in a known format")]
 
 
 @pytest.mark.parametrize("label", [-1, 2])

@@ -1,4 +1,4 @@
-"""Small models in folders, weights as the package has them, and pictures, for the tests of the commands."""
+"""Small models in folders, weights as the package has them, and images, for the tests of the commands."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ CLASSES = ["rose", "daisy <b>", "cornflower é"]
 
 
 def small_model(num_classes=3, seed=0):
-    """A model whose answers differ from picture to picture."""
+    """A model whose answers differ from image to image."""
     torch.manual_seed(seed)
     model = timm.create_model("hgrn_deit_tiny", num_classes=num_classes, **SMALL).eval()
     with torch.no_grad():
@@ -51,8 +51,8 @@ def edit_config(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def write_picture(path, seed, size=(16, 16)):
-    """Coarse colour noise, so that a small model tells one picture from another."""
+def write_image(path, seed, size=(16, 16)):
+    """Coarse colour noise, so that a small model tells one image from another."""
     colours = np.random.RandomState(seed).randint(0, 256, (2, 2, 3)).astype(np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(colours).resize(size, Image.NEAREST).save(path)

@@ -5,7 +5,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from saved_models import CLASSES, SMALL, edit_config, package_starter, save_model, small_model, write_picture
+from saved_models import CLASSES, SMALL, edit_config, package_starter, save_model, small_model, write_image
 
 from hgrn_vision.inference.pretrained import load_model
 from hgrn_vision.train import checkpoint
@@ -74,14 +74,14 @@ def test_by_the_name_of_a_model_whose_weights_come_with_the_package(name, tmp_pa
 
 @pytest.mark.parametrize("name", ["hgrn_deit_small", "hgrn_deit_tiny.untrained", "resnet50"])
 def test_a_registered_name_without_weights(name):
-    with pytest.raises(ValueError, match=f"no weights of {name} come with this package; hgrn_deit_tiny has them$"):
+    with pytest.raises(ValueError, match=f"this package has no weights for {name}, only for hgrn_deit_tiny$"):
         load_model(name)
 
 
-def test_pictures_are_prepared_as_timm_does_it(tmp_path):
+def test_images_are_prepared_as_timm_does_it(tmp_path):
     save_model(tmp_path)
     loaded = load_model(str(tmp_path))
-    image = Image.open(write_picture(tmp_path / "a.png", 0, (40, 27)))
+    image = Image.open(write_image(tmp_path / "a.png", 0, (40, 27)))
     config = timm.data.resolve_data_config({"img_size": 16}, model=loaded.model)
     want = timm.data.create_transform(**config)(image)
     torch.testing.assert_close(loaded.prepare(image), want)
@@ -106,7 +106,7 @@ def test_names_of_classes(tmp_path):
 BROKEN = {
     "no config.json": lambda folder: (folder / "config.json").unlink(),
     "model.safetensors is missing": lambda folder: (folder / "model.safetensors").unlink(),
-    "not a model's description": lambda folder: (folder / "config.json").write_text("{"),
+    "does not describe a model": lambda folder: (folder / "config.json").write_text("{"),
     "'resnet_of_mars', which timm does not know": lambda folder: edit_config(folder, architecture="resnet_of_mars"),
     "2 label names for a head of 3": lambda folder: edit_config(folder, label_names=["a", "b"]),
     "both named 'b'": lambda folder: edit_config(folder, label_names=["a", "b", "b"]),

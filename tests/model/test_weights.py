@@ -134,7 +134,7 @@ def saved(model, path):
 def test_another_patch_size_is_resampled(tmp_path):
     model, coarse = ours(), ours(patch_size=8, img_size=32)
     load_checkpoint(coarse, saved(model, tmp_path / "c.pth"))
-    # a picture twice as large gives nearly the same tokens
+    # an image twice as large gives nearly the same tokens
     image = F.interpolate(torch.randn(1, 3, 4, 4), size=16, mode="bicubic")
     large = F.interpolate(image, scale_factor=2, mode="bicubic")
     tokens, coarse_tokens = model.embed(image), coarse.embed(large)

@@ -49,7 +49,7 @@ def gates(layers: int) -> list[GateLayer]:
 
 @pytest.fixture
 def data() -> ReportData:
-    picture = Image.fromarray(np.random.RandomState(0).randint(0, 256, (300, 400, 3), dtype=np.uint8))
+    image = Image.fromarray(np.random.RandomState(0).randint(0, 256, (300, 400, 3), dtype=np.uint8))
     return ReportData(
         title=f"model {HOSTILE}",
         command=f"python train_imagenet.py --output '{HOSTILE}'",
@@ -58,8 +58,8 @@ def data() -> ReportData:
         class_names=["cat", HOSTILE, "dog"],
         confusion=np.array([[51, 2, 3], [4, 52, 6], [7, 8, 53]]),
         mistakes=[
-            Mistake(picture, HOSTILE, "cat", "dog", 0.876),
-            Mistake(picture.resize((8, 8)), "b", HOSTILE, "cat", 1),
+            Mistake(image, HOSTILE, "cat", "dog", 0.876),
+            Mistake(image.resize((8, 8)), "b", HOSTILE, "cat", 1),
         ],
         gates=gates(5),
         bad_images=[{"split": "train", "index": 3, "name": HOSTILE, "reason": "empty file"}],
@@ -176,9 +176,9 @@ def test_columns_without_numbers_are_left_out(data):
     assert "images per second, median" not in text and "Loss" in text
 
 
-def test_pictures_are_embedded(data):
+def test_images_are_embedded(data):
     for mistake, size, kind in zip(data.mistakes, ((224, 168), (8, 8)), ("jpeg", "png"), strict=True):
-        head, _, body = embed(mistake.picture).partition(",")
+        head, _, body = embed(mistake.image).partition(",")
         assert head == f"data:image/{kind};base64"
         assert Image.open(io.BytesIO(base64.b64decode(body))).size == size
 

@@ -130,10 +130,10 @@ def test_seeds_are_the_same_on_every_machine():
 BAD = [
     (["--recipe", "paper"], "recipe paper needs images"),
     (["/data", "--recipe", "digits"], "recipe digits is for the packaged digits"),
-    (["--batch-size", "100", "--micro-batch", "64"], "micro_batch 50 would do"),
+    (["--batch-size", "100", "--micro-batch", "64"], "micro_batch 50 would work"),
     (["--micro-batch", "7"], "micro_batch must be even"),
     (["--epochs", "0"], "epochs must be at least 1"),
-    (["--smoothing", "2"], "smoothing must lie between 0 and 1"),
+    (["--smoothing", "2"], "smoothing must be between 0 and 1"),
     (["--lr", "-1"], "lr must not be negative"),
     (["--config", "missing.yaml"], "missing.yaml"),
     (["--config", "list.yaml"], "holds no settings"),

@@ -182,7 +182,7 @@ def test_first_weights_are_taken_over_and_the_head_is_new():
     for name, tensor in model.state_dict().items():
         assert name.startswith("head.") or torch.equal(tensor, other.state_dict()[name]), name
     deeper = build_model(digits(model_args={**SMALL, "depth": 3}), 7)
-    with pytest.raises(ValueError, match="the first weights do not fit the model: .*blocks.2"):
+    with pytest.raises(ValueError, match="the initial weights do not fit the model: .*blocks.2"):
         load_body(model, deeper.state_dict(), seed=0)
 
 
@@ -276,7 +276,7 @@ def test_out_of_memory_names_the_micro_batch_to_try(monkeypatch):
 def test_ranks_that_do_not_divide_the_batch_are_told_which_would():
     config = digits(batch_size=96, micro_batch=16)
     check_ranks(config, 3)
-    with pytest.raises(ValueError, match="4 processes cannot share 6 micro-batches .* 1, 2, 3, 6 processes would do"):
+    with pytest.raises(ValueError, match="4 processes cannot share 6 micro-batches .* 1, 2, 3, 6 processes would work"):
         check_ranks(config, 4)
 
 

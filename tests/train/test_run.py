@@ -159,7 +159,7 @@ def test_a_finished_run_without_its_report_writes_it_again(finished):
 def test_changed_recipe_is_refused_and_changes_nothing(finished):
     config, output = finished
     before = files(output)
-    with pytest.raises(ValueError, match=r"other settings: lr 0.001 -> 0.5, betas .*--allow-change"):
+    with pytest.raises(ValueError, match=r"different settings: lr 0.001 -> 0.5, betas .*--allow-change"):
         train(replace(config, lr=0.5, betas=(0.1, 0.2)), output)
     with pytest.raises(ValueError, match=r"training images 1438 -> 899"):
         train(replace(config, holdout=0.5), output, allow_change=False)
@@ -183,7 +183,7 @@ def test_another_batch_size_starts_the_epoch_again(tmp_path, caplog):
     train(config, tmp_path, observer=Steps(8))
     with caplog.at_level(logging.WARNING):
         train(replace(config, batch_size=96, epoch_steps=4), tmp_path, allow_change=True)
-    assert "epoch 2 starts again" in caplog.text
+    assert "epoch 2 starts over" in caplog.text
     assert [row["step"] for row in log(tmp_path)] == ["6", "8"]
 
 
@@ -289,7 +289,7 @@ def test_a_damaged_checkpoint_costs_steps_but_not_the_result(tmp_path, damage, c
     path.write_bytes({"cut": data[:middle], "empty": b"", "flipped": flipped}[damage])
     with caplog.at_level(logging.WARNING):
         train(config, tmp_path)
-    assert "going on from" in caplog.text
+    assert "continuing from" in caplog.text
     got, want = (read(folder / "checkpoints" / "last.safetensors").model for folder in (tmp_path, whole))
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
@@ -323,7 +323,7 @@ def test_rolling_back_replays_with_other_randomness_and_resumes_exactly(tmp_path
 
 @pytest.fixture
 def photos(tmp_path):
-    """Two classes of 40 and 12 pictures of noise with a tint, some broken or odd."""
+    """Two classes of 40 and 12 images of noise with a tint, some broken or odd."""
     rng = np.random.default_rng(0)
     root = tmp_path / "photos"
     for split, count in (("train", 40), ("val", 12)):
@@ -335,7 +335,7 @@ def photos(tmp_path):
                 pixels[..., 2 * (1 - number)] //= 2
                 Image.fromarray(pixels).save(folder / f"{i}.png")
     (root / "train" / "red" / "3.png").write_bytes((root / "train" / "red" / "3.png").read_bytes()[:200])
-    (root / "train" / "blue" / "note.jpg").write_text("not a picture")
+    (root / "train" / "blue" / "note.jpg").write_text("not an image")
     (root / "val" / "red" / "5.png").write_bytes(b"")
     Image.new("RGBA", (9, 30), (255, 0, 0, 40)).save(root / "train" / "red" / "odd.png")
     return root
@@ -373,7 +373,7 @@ def test_other_classes_under_the_same_run_are_refused(photos, tmp_path):
     train(config, tmp_path / "run")
     for split in ("train", "val"):
         (photos / split / "red").rename(photos / split / "green")
-    with pytest.raises(ValueError, match="trained on other classes"):
+    with pytest.raises(ValueError, match="trained on different classes"):
         train(config, tmp_path / "run")
 
 
