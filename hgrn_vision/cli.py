@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser(command).parse_args(argv)
     try:
         code = args.run(args)
-        # here and not at exit, so that a reader who has gone away is noticed here
+        # flushed here rather than at exit, so that a closed pipe is noticed here
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # what is still in the buffer goes nowhere, instead of raising again at exit
+        # discard what is still buffered, which would raise again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, ImportError) as error:

@@ -12,7 +12,7 @@ torch.utils.deterministic.fill_uninitialized_memory = True
 # two test processes share two cores
 torch.set_num_threads(1)
 
-# a shell starts its background jobs deaf to Ctrl-C, and so would be the processes that the tests interrupt
+# a shell starts its background jobs with SIGINT ignored, which the processes that the tests interrupt would inherit
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 warnings.filterwarnings("ignore", message="`torch.jit", category=FutureWarning)
@@ -24,7 +24,7 @@ def seed_everything():
     torch.manual_seed(0)
 
 
-# before fixtures that several tests share, which would else depend on the test that ran before them
+# before fixtures that several tests share, which would otherwise depend on the test that ran before them
 @pytest.fixture(autouse=True, scope="module")
 def fixed_seed_of_the_module():
     seed_everything()

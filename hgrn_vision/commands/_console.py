@@ -31,7 +31,7 @@ def exit_code(command: str, work: Callable[[], int]) -> int:
     try:
         return work()
     except (ValueError, OSError, ImportError) as error:
-        # an error that all ranks share is told once
+        # an error that all ranks share is printed once
         if getattr(error, "shared", False) and not is_main():
             return 2
         raise
@@ -141,21 +141,21 @@ class Display(Observer):
 
 
 class _Lines(logging.Handler):
-    """Messages that do not cut through the progress bar."""
+    """Log messages that do not break the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
 def show_warnings() -> None:
-    """Warnings of the package as lines on standard error, told by one process."""
+    """Warnings of the package as lines on standard error, from one process only."""
     logger = logging.getLogger("hgrn_vision")
     logger.handlers = [_Lines()] if is_main() else [logging.NullHandler()]
     logger.setLevel(logging.WARNING)
 
 
 def check_free(paths: Iterable[str | os.PathLike], force: bool) -> None:
-    """Refuse before any work is done what would overwrite a file, or write two things into one."""
+    """Refuse, before any work is done, to overwrite a file or to write two outputs to one."""
     paths = [path if path == STDOUT else os.path.abspath(path) for path in paths]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice:
@@ -169,13 +169,13 @@ def check_free(paths: Iterable[str | os.PathLike], force: bool) -> None:
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal or a page could not show: control characters, bytes that are no UTF-8."""
+    """`text` without what a terminal or a page could not show: control characters, bytes that are not UTF-8."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 @contextlib.contextmanager
 def open_output(path: str | os.PathLike, binary: bool = False) -> Iterator[IO]:
-    """A file to write that gets its name only when all is written; '-' is standard output."""
+    """An output file that gets its name only once it is complete; '-' is standard output."""
     if os.fspath(path) == STDOUT:
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
         yield sys.stdout.buffer if binary else sys.stdout

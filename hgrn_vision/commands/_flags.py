@@ -43,7 +43,7 @@ OF_PHOTOGRAPHS = ("photos", "val", "pack", "cache")
 def add_setting_flags(
     parser: argparse.ArgumentParser, leave_out: Collection[str] = (), shown: Mapping[str, str] | None = None
 ) -> None:
-    """One flag a setting; a flag that is not given leaves no trace in the parsed arguments.
+    """One flag per setting; a flag that is not given is absent from the parsed arguments.
 
     Args:
         parser: gets the flags.
@@ -124,7 +124,7 @@ def _spell(default: Any) -> str:
 
 
 def find_images(inputs: Iterable[str]) -> Iterator[str]:
-    """Paths of the inputs, one by one; what is not there is passed on, so that it gets a row of its own."""
+    """Paths of the inputs, one by one; missing ones are passed on, so that they get a row of their own."""
     for text in inputs:
         if text == "-":
             lines = (os.fsdecode(line.rstrip(b"\r\n")) for line in sys.stdin.buffer)

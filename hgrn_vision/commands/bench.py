@@ -121,14 +121,14 @@ def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
 
 
 def measure(name: str, peer: str, task: str, size: int, batch: int, device, dtype, seconds: float) -> Row:
-    """Time a model, its peer and its products in turns; each figure is the best of its turns."""
+    """Time a model, its peer and its matmuls in turn; each figure is the best of several runs."""
     images = torch.randn(batch, 3, size, size, device=device, dtype=dtype)
     make_step = training_step if task == "training" else inference_step
     models = [_create(model, size).to(device=device, dtype=dtype) for model in (name, peer)]
     ours, theirs = (make_step(model, images) for model in models)
     memory, peer_memory = peak_memory(ours, device), peak_memory(theirs, device)
-    products = products_step(models[0], images, backward=task == "training")
-    time_ours, time_theirs, time_products = best_times([ours, theirs, products], device, seconds)
+    matmuls = matmuls_step(models[0], images, backward=task == "training")
+    time_ours, time_theirs, time_matmuls = best_times([ours, theirs, matmuls], device, seconds)
     return Row(
         task=task,
         size=size,
@@ -138,7 +138,7 @@ def measure(name: str, peer: str, task: str, size: int, batch: int, device, dtyp
         images_per_second=batch / time_ours,
         peer_images_per_second=batch / time_theirs,
         ratio=time_theirs / time_ours,
-        share_of_products=time_products / time_ours,
+        share_of_products=time_matmuls / time_ours,
         memory_mb=memory / 2**20,
         peer_memory_mb=peer_memory / 2**20,
         ns_per_pixel=1e9 * time_ours / (batch * size**2),
@@ -177,14 +177,14 @@ def training_step(model: nn.Module, images: torch.Tensor) -> Step:
     return step
 
 
-def products_step(model: nn.Module, images: torch.Tensor, backward: bool) -> Step:
+def matmuls_step(model: nn.Module, images: torch.Tensor, backward: bool) -> Step:
     """The model's linear layers and convolutions alone, on inputs of the same shapes: the limit of its speed."""
-    products, inputs = [], {}
+    matmuls, inputs = [], {}
 
     def record(layer, args):
         shape = args[0].shape
         inputs.setdefault(shape, torch.randn(shape, device=images.device, dtype=images.dtype, requires_grad=backward))
-        products.append((layer, inputs[shape]))
+        matmuls.append((layer, inputs[shape]))
 
     kinds = (nn.Linear, nn.Conv2d)
     hooks = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, kinds)]
@@ -193,15 +193,15 @@ def products_step(model: nn.Module, images: torch.Tensor, backward: bool) -> Ste
     for hook in hooks:
         hook.remove()
 
-    def product(layer, x):
+    def matmul(layer, x):
         if isinstance(layer, nn.Conv2d):
             return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
         return F.linear(x, layer.weight)
 
     def step():
         with torch.inference_mode(not backward):
-            for layer, x in products:
-                y = product(layer, x)
+            for layer, x in matmuls:
+                y = matmul(layer, x)
                 if backward:
                     torch.autograd.grad(y, (layer.weight, x), torch.empty_like(y))
 
@@ -209,7 +209,7 @@ def products_step(model: nn.Module, images: torch.Tensor, backward: bool) -> Ste
 
 
 def best_times(steps: list[Step], device: torch.device, seconds: float) -> list[float]:
-    """The shortest time of each step, taken in turns until the time is used up, three turns at least."""
+    """The shortest time of each step, run in turn until the time is used up, at least three times."""
     best = [math.inf] * len(steps)
     for step in steps:
         step()
@@ -231,7 +231,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def peak_memory(step: Step, device: torch.device) -> float:
-    """Bytes at the peak of a step beyond what was held before it; NaN where the system does not tell."""
+    """Bytes at the peak of a step beyond what was held before it; NaN where the system does not report it."""
     step()  # what stays after a step, such as the optimizer's state, is there now
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -240,7 +240,7 @@ def peak_memory(step: Step, device: torch.device) -> float:
         step()
         return torch.cuda.max_memory_allocated(device) - held
     try:
-        # give freed memory back to the system and let it count its peak anew
+        # give freed memory back to the system and restart its peak count
         cpu_block.release_memory()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")

@@ -87,7 +87,7 @@ def find_devices(diagnosis: Diagnosis) -> dict[torch.device, str]:
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """The processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     inputs = [_read(loaded, path, args.max_pixels) for path in paths]
 
     statistics, images = GateStatistics(), []
-    # no bar where nobody watches: there the line of each image tells the progress
+    # no bar without a terminal: there the line of each image shows the progress
     with tqdm(inputs, unit="image", disable=None) as progress:
         for path, name, tensor in zip(paths, names, progress, strict=True):
             image = explain_image(loaded, tensor, printable(path), layers, target, args.steps, statistics)
@@ -152,7 +152,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _file_names(paths: list[str]) -> list[str]:
-    """A short name for the files of each image, told apart by a number."""
+    """A short name for the files of each image, made unique by a number."""
     digits = len(str(len(paths)))
     stems = ["".join(c if c.isalnum() or c in "-_." else "_" for c in Path(path).stem[:40]) for path in paths]
     return [f"{i:0{digits}d}-{stem}" for i, stem in enumerate(stems, start=1)]

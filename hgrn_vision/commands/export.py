@@ -45,7 +45,7 @@ def write_onnx(loaded: LoadedModel, path: Path) -> None:
     program = torch.onnx.export(
         trace(loaded), dynamo=True, verbose=False, input_names=["images"], output_names=["logits"]
     )
-    # where each operator comes from in our sources: a tenth of the file, and the paths of this machine
+    # stack traces of the operators: a tenth of the file, with paths of this machine
     ClearMetadataAndDocStringPass()(program.model)
     program.model.metadata_props.update({key: json.dumps(value) for key, value in describe(loaded).items()})
     program.save(path, external_data=False)
@@ -55,7 +55,7 @@ def write_pt2(loaded: LoadedModel, path: Path) -> None:
     """A program of torch.export, for torch.export.load; the metadata are an extra file."""
     program = trace(loaded)
     for node in program.graph.nodes:
-        # the paths of this machine
+        # contains paths of this machine
         node.meta.pop("stack_trace", None)
     torch.export.save(program, path, extra_files={METADATA: json.dumps(describe(loaded))})
 
@@ -94,10 +94,10 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_model(args.model, "cpu", args.img_size, exportable=True)
     if not hasattr(loaded.model, "recurrences"):
         raise ValueError(f"{loaded.name} is not an HGRN model; timm has export scripts for its own")
-    # a size that the model refuses is refused now and in its words
+    # fails here, with the model's own message, if the model refuses this size
     loaded.model(torch.zeros(1, *loaded.spec.input_size))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # a folder beside the file, since archives write the name that they were created with into themselves
+    # a folder beside the file, since archives store the name under which they were created
     with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
         partial = Path(folder) / path.name
         print(f"exporting {loaded.name} to {path}; this may take a minute or two", flush=True)
@@ -132,7 +132,7 @@ def takes_any_size(loaded: LoadedModel) -> bool:
 
 
 def describe(loaded: LoadedModel) -> dict[str, Any]:
-    """What someone with nothing but the file needs to know."""
+    """What a user needs to know who has only the file."""
     return {
         "class_names": loaded.class_names,
         **loaded.spec._asdict(),
@@ -163,7 +163,7 @@ def largest_difference(loaded: LoadedModel, kind: str, path: Path) -> float:
     for shape, images in inputs.items():
         differences.append(np.abs(loaded.model(torch.from_numpy(images)).numpy() - outputs[shape]).max())
         print(f"  images {shape}: largest difference {differences[-1]:.1e}")
-    # unlike that of Python, this maximum does not lose a NaN
+    # unlike Python's max, this one keeps NaN
     return float(np.max(differences))
 
 

@@ -78,7 +78,7 @@ def _finetune(args: argparse.Namespace) -> int:
     given = {**(read_yaml(args.config) if args.config else {}), **given_settings(args)}
     given.pop("recipe", None)
     if Path(args.data).exists():
-        # a folder that happens to be called digits is not the packaged ones
+        # a folder that happens to be called digits is not the packaged data
         given["data"] = os.path.join(os.curdir, args.data)
     chosen = {name: convert(name, given[name]) for name in PHOTOS if name in given}
     photos = ImageSettings(**{"holdout": HOLDOUT, **chosen})
@@ -110,7 +110,7 @@ def _check_output(output: Path) -> None:
 
 
 def choose_init(asked: str | None, given: dict[str, Any], found: Survey) -> str:
-    """What to begin from: as asked; else the packaged weights for photographs and the model that they are of."""
+    """What to start from: as given; otherwise the packaged weights, for photographs and the model they belong to."""
     if asked:
         return NEW if asked == NONE else asked
     theirs = given.get("model", STARTER) == STARTER and not given.get("model_args")
@@ -160,7 +160,7 @@ def resolve(given: dict[str, Any], found: Survey, initial: Initial | None, quick
 
 
 def _beginning(initial: Initial | None, config: TrainConfig, asked: str | None) -> str:
-    """Where the weights come from, and what to expect of that."""
+    """Where the weights come from, and what to expect."""
     seen = f"Images are seen at {config.img_size} pixels."
     if initial:
         frozen = {"": "the whole model is trained", "body": "only the head is trained"}

@@ -14,11 +14,11 @@ MODULE = "hgrn"  # where timm's registry says that our models come from
 
 
 class Description(NamedTuple):
-    """What there is to say of a model before it is trained."""
+    """What is known of a model before it is trained."""
 
     name: str
     parameters: int
-    products: int
+    matmuls: int
     scan: int
     input_size: tuple[int, int, int]
     text: str
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line a model."""
+    """Print one line per model."""
     names = timm.list_models(args.pattern, module=MODULE)
     if not names:
         known = ", ".join(timm.list_models(module=MODULE))
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'name':<{width}}  parameters  multiply-adds  input    description")
     for model in map(describe, names):
         size = "x".join(map(str, model.input_size[1:]))
-        cost = (model.products + model.scan) / 1e9
+        cost = (model.matmuls + model.scan) / 1e9
         print(f"{model.name:<{width}}  {model.parameters / 1e6:>9.1f}M  {cost:>12.2f}G  {size}  {model.text}")
     print(
         f"\nmultiply-adds of one image of {SIDE}x{SIDE}, recurrence included, norms and activation functions not; "
@@ -54,19 +54,19 @@ def describe(name: str) -> Description:
     return Description(
         name,
         sum(parameter.numel() for parameter in model.parameters()),
-        product_cost(model),
+        matmul_cost(model),
         scan_cost(model),
         model.default_cfg["input_size"],
         inspect.getdoc(model_entrypoint(name)).splitlines()[0],
     )
 
 
-def product_cost(model: nn.Module) -> int:
-    """Multiply-adds of the matrix products and the patch convolution for one image."""
-    products = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    # each weight is used once a patch, but those of the head once an image
+def matmul_cost(model: nn.Module) -> int:
+    """Multiply-adds of the matmuls and the patch convolution for one image."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    # each weight is used once per patch, those of the head once per image
     once = model.get_classifier()
-    return sum(module.weight.numel() * (1 if module is once else _tokens(model)) for module in products)
+    return sum(module.weight.numel() * (1 if module is once else _tokens(model)) for module in layers)
 
 
 def scan_cost(model: nn.Module) -> int:
@@ -74,7 +74,7 @@ def scan_cost(model: nn.Module) -> int:
     cost = 0
     for block in model.blocks:
         mixer = block.mixer
-        # for a token and a channel: the decay 1, its complement times c 2, the output gate 2;
+        # per token and channel: the decay 1, its complement times c 2, the output gate 2;
         # in each direction the rotation times the decay 2, and times the state 4
         each = 3 + 2 * mixer.output_gate + 6 * (1 + mixer.bidirectional)
         cost += each * _tokens(model) * mixer.dim

@@ -75,7 +75,7 @@ def _read(path: str, max_pixels: int) -> Image.Image:
 
 
 def _with_progress(answers: Iterator[Answer], args: argparse.Namespace) -> Iterable[Answer]:
-    """A progress bar where someone is watching; only then are the inputs counted beforehand."""
+    """A progress bar on a terminal; only then are the inputs counted beforehand."""
     rows_on_screen = sys.stdout.isatty() and (_wants_table(args) or STDOUT in (args.csv, args.json, args.html))
     if rows_on_screen or not sys.stderr.isatty():
         return answers
@@ -96,7 +96,7 @@ def make_row(answer: Answer, class_names: list[str], top: int) -> Row:
     """The `top` likeliest classes of an answer."""
     if answer.probabilities is None:
         return Row(answer.item, [], answer.reason)
-    # stable: of equal probabilities the first class, as argmax says
+    # stable: ties go to the first class, as with argmax
     best = np.argsort(-answer.probabilities, kind="stable")[:top]
     return Row(answer.item, [(class_names[i], float(answer.probabilities[i])) for i in best], image=answer.extra)
 
@@ -153,7 +153,7 @@ def _table_writer() -> Writer:
     def write(row: Row) -> None:
         nonlocal width
         name = printable(row.path)
-        # as wide as what came so far: the rows are not kept to be measured
+        # as wide as the widest name so far: rows are printed as they come, not kept
         width = max(width, min(len(name), 60))
         answer = "  ".join(f"{label} {100 * p:.1f}%" for label, p in row.top) or f"unreadable: {row.reason}"
         print(f"{name:<{width}}  {answer}")

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def write_repository(folder: Path, loaded: LoadedModel, title: str, license: str) -> None:
     """config.json, model.safetensors and README.md."""
-    # neither the tag of the architecture's first weights nor a second list of the classes
+    # drop the tag of the architecture's default weights and the second list of class names
     described = {key: value for key, value in loaded.model.pretrained_cfg.items() if key not in ("tag", "label_names")}
     loaded.model.pretrained_cfg = {**described, "license": license}
     write_model(folder, loaded.model, loaded.model_args, loaded.class_names)

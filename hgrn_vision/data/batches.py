@@ -1,4 +1,4 @@
-"""What loader processes hand over."""
+"""The batches that loader processes hand over."""
 
 from typing import NamedTuple
 

@@ -18,7 +18,7 @@ def imagenet_names(num_classes: int) -> list[str] | None:
     words = [info.index_to_description(index) for index in range(num_classes)]
     first = [text.split(", ")[0] for text in words]
     count = Counter(first)
-    # two kinds of crane: all the words, and where even they agree the WordNet id
+    # some names occur twice (crane): use all the words, and where even those agree the WordNet id
     names = [text if count[name] > 1 else name for name, text in zip(first, words, strict=True)]
     count = Counter(names)
     ids = info.label_names()

@@ -43,7 +43,7 @@ def open_image(
         raise BadImage(f"more than {min(max_pixels, 2 * Image.MAX_IMAGE_PIXELS):,} pixels") from None
     except OSError as error:
         raise BadImage(_one_line(error.strerror or error)) from error
-    # decoders meet broken files with whatever goes wrong inside them: SyntaxError, struct.error, IndexError, ...
+    # decoders raise whatever goes wrong inside them on broken files: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         raise BadImage(f"{type(error).__name__}: {_one_line(error)}") from error
 
@@ -58,7 +58,7 @@ def _decode(source: bytes | BinaryIO | Image.Image, max_pixels: int, at_least: i
     if width * height > max_pixels:
         raise BadImage(f"{width}x{height} is more than {max_pixels:,} pixels")
     if at_least:
-        # formats that cannot do it ignore it
+        # ignored by formats that do not support it
         image.draft(None, (at_least, at_least))
     image.load()
     # an image with damaged EXIF data is still an image

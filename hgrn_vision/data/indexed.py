@@ -18,7 +18,7 @@ from .splits import Split, steps_per_epoch
 from .transforms import eval_transform, train_transform
 from .workers import data_loader
 
-REPLACEMENTS = 20  # unreadable images in a row before it is the data set that is unreadable
+REPLACEMENTS = 20  # unreadable images in a row after which the data set itself counts as unreadable
 
 
 class MicroBatchKey(NamedTuple):
@@ -32,7 +32,7 @@ class MicroBatchKey(NamedTuple):
 
 
 def epoch_order(images: int, config: DataSettings, epoch: int, length: int) -> np.ndarray:
-    """The first `length` images of an epoch, a function of seed and epoch; each comes config.repeats times in a row."""
+    """The first `length` images of an epoch, a function of seed and epoch; each comes config.repeats times running."""
     order = numpy_generator(fold(config.seed, epoch)).permutation(images)
     return order[np.arange(length) // config.repeats]
 
@@ -94,7 +94,7 @@ class MicroBatches(Dataset):
         return MicroBatch(key.number, torch.stack(images), torch.tensor(targets), bad)
 
     def _load(self, index: int, bad: list[BadRecord]):
-        """The image, or instead of an unreadable one another that the sample's own seed draws."""
+        """The image; if it is unreadable, another one drawn with the sample's own seed."""
         for _ in range(REPLACEMENTS):
             try:
                 return self.train.load(index), index

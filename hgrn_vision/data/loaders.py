@@ -1,6 +1,6 @@
 """The micro-batches of a training epoch and the batches of an evaluation.
 
-They are the same for any number of ranks and workers, and wherever in the epoch the run was started again.
+They are the same for any number of ranks and workers, and wherever in the epoch the run was resumed.
 """
 
 import os
@@ -28,7 +28,7 @@ class TrainLoader:
             self.source = StreamedEpochs(train, config, spec, rank)
 
     def epoch(self, epoch: int, first_step: int = 0, rollbacks: int = 0) -> Iterator[list[MicroBatch]]:
-        """One list of micro-batches an optimizer step, from step `first_step` on; what comes before is not read."""
+        """One list of micro-batches per optimizer step, from step `first_step` on; earlier images are not read."""
         batches = self.source.start(epoch, first_step, rollbacks)
         for _ in range(first_step, self.steps):
             yield [checked(next(batches))._replace(number=number) for number in self.numbers]
@@ -78,13 +78,13 @@ def _ranges(length: int, size: int) -> list[range]:
 
 
 def read_ahead(validation: Split, spec: DataSpec, batch_size: int) -> Iterator[EvalBatch]:
-    """All batches of a split in order, read by threads: for those who pass over it once and need no processes."""
+    """All batches of a split in order, read by threads: for a single pass that needs no worker processes."""
     batches, pending = EvalBatches(validation, spec), deque[Future]()
     threads = min(8, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(threads)
     try:
         for indices in _ranges(len(validation), batch_size):
-            # memory does not grow with the split: each thread has one batch in work or waiting
+            # memory does not grow with the split: each thread has one batch in progress or waiting
             if len(pending) == threads:
                 yield pending.popleft().result()
             pending.append(pool.submit(batches.__getitem__, indices))

@@ -1,11 +1,11 @@
-"""Photographs that show the same as others, found by perceptual hashes: what is held out must not be trained on."""
+"""Near-duplicate photographs, found by perceptual hashes: what is held out must not be trained on."""
 
 import numpy as np
 import torch
 from PIL import Image
 
 BITS = 256
-HASHED_SIDE = 64  # pixels at least for a hash that can be trusted
+HASHED_SIDE = 64  # the fewest pixels for a hash that can be trusted
 # bits of the hash that may differ: unrelated photographs differ in about half of them, copies that were scaled,
 # stretched or compressed again in a few
 MOST_DIFFERENT_BITS = 24
@@ -32,7 +32,7 @@ def nearest(hashes: np.ndarray, others: np.ndarray, block: int = 4096) -> tuple[
     signs = _signs(others)
     which, bits = [], []
     for start in range(0, len(hashes), block):
-        # the product of two rows of +1 and -1 counts the bits that agree less those that differ
+        # the dot product of two rows of +1 and -1 is the number of bits that agree minus those that differ
         agreement, index = (_signs(hashes[start : start + block]) @ signs.T).max(dim=1)
         which.append(index)
         bits.append((BITS - agreement) / 2)

@@ -1,6 +1,6 @@
 """Photographs kept decoded and small in one memory-mapped file, so that reading one costs a fraction of a millisecond.
 
-The file holds the pixels of one photograph after the other, then an index, then a footer that finds and vouches for the
+The file holds the pixels of one photograph after the other, then an index, then a footer that locates and verifies the
 index. It is built once, and again when a file was added, removed or changed, or when another side is asked for.
 """
 

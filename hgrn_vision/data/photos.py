@@ -15,7 +15,7 @@ from .pack import PackedPhotos, Progress, open_pack
 from .sources import EXTENSIONS, MORE_EXTENSIONS, Files, Source
 from .splits import Split
 
-HELD_OUT = 2000  # photographs at most: enough to tell half a point apart
+HELD_OUT = 2000  # at most this many photographs: enough to resolve half a point
 
 
 def list_photos(folders: Sequence[str]) -> Files:
@@ -76,7 +76,7 @@ def open_photos(
 
 
 def find_duplicates(photos: PackedPhotos, held_out: Split) -> list[tuple[str, str, int]]:
-    """(photograph, held-out image, bits that differ) for each photograph that shows the same as a held-out image."""
+    """(photograph, held-out image, bits that differ) for each near-duplicate of a held-out image."""
     hashes, numbers = [], []
     for index in range(len(held_out)):
         try:

@@ -228,7 +228,7 @@ def list_huggingface(name: str, root: str, split: str, **options: Any) -> Listin
 
 @contextlib.contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Readers raise whatever suits them for a set that is not there; here it is a ValueError."""
+    """Readers raise all kinds of errors for a missing set; turn them into a ValueError."""
     try:
         yield
     except (ValueError, OSError, ImportError):

@@ -1,4 +1,4 @@
-"""What pixels a model wants, and which settings say what images there are."""
+"""The pixels that a model expects, and the settings that select the images."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -35,7 +35,7 @@ def resolve_spec(model: nn.Module, **instead: Any) -> DataSpec:
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """Which images to open, for those who open them outside a run; a run's own settings have the same names."""
+    """Which images to open, when they are opened outside a run; a run's own settings have the same names."""
 
     data: str = ""
     dataset: str = ""
@@ -48,7 +48,7 @@ class ImageSettings:
     target_key: str = ""
     download: bool = False
     max_pixels: int = MAX_PIXELS
-    # what readers that stream their images ask for besides
+    # further settings that streaming readers need
     balance: bool = False
     micro_batch: int = 32
     seed: int = 0

@@ -25,7 +25,7 @@ STREAMS = ("wds/", "tfds/", "hfids/")
 
 @dataclass(frozen=True)
 class Split:
-    """Images with a number each, so that any of them can be read at any time."""
+    """Numbered images, any of which can be read at any time."""
 
     name: str
     source: Source
@@ -57,7 +57,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Stream:
-    """Images that can only be read in turn, by one of timm's iterable readers."""
+    """Images that can only be read sequentially, by one of timm's iterable readers."""
 
     name: str
     reader: Any
@@ -114,7 +114,7 @@ def open_validation(
 
 
 def steps_per_epoch(train: Split | Stream, config: DataSettings) -> int:
-    """Optimizer steps in an epoch; images that do not fill a last batch wait for another epoch's order."""
+    """Optimizer steps in an epoch; images that do not fill a last batch are left out of the epoch."""
     steps = len(train) // config.batch_size
     if not steps:
         raise ValueError(
@@ -270,7 +270,7 @@ def limit(validation: Split, config: DataSettings) -> Split:
 
 
 def read_classes(config: DataSettings) -> list[str] | None:
-    """Class names from config.classes: a text file with one a line, or just their number."""
+    """Class names from config.classes: a text file with one per line, or just their number."""
     if not config.classes:
         return None
     if config.classes.isdigit():
@@ -283,7 +283,7 @@ def read_classes(config: DataSettings) -> list[str] | None:
 
 
 def _open_stream(config: DataSettings, name: str, class_names: list[str] | None) -> Stream:
-    """A split of a data set that can only be read in turn."""
+    """A split of a data set that can only be read sequentially."""
     training = name == "train"
     options = {"input_key": config.input_key or None, "target_key": config.target_key or None}
     if not config.dataset.startswith("wds/"):

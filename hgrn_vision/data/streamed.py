@@ -1,4 +1,4 @@
-"""Batches from timm's iterable readers, whose images come in turn: an epoch can only be started at its beginning."""
+"""Batches from timm's iterable readers, which yield images in sequence: an epoch only starts at its beginning."""
 
 import itertools
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ class StreamedMicroBatches(IterableDataset):
                 targets = torch.tensor([target for _, (_, target) in batch])
                 yield MicroBatch(0, torch.stack(images), targets, list(bad))
                 bad.clear()
-        # raised in a worker the error would come with a traceback for a message
+        # raised in a worker, the error would arrive with a traceback as its message
         except ValueError as error:
             yield error
 
@@ -68,7 +68,7 @@ class StreamedMicroBatches(IterableDataset):
 
 
 class StreamedEpochs:
-    """Epochs over images that come in turn."""
+    """Epochs over images that can only be read sequentially."""
 
     def __init__(self, train: Stream, config: DataSettings, spec: DataSpec, rank: int):
         self.config, self.batches = config, StreamedMicroBatches(train, config, spec, rank)

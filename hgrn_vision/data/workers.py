@@ -14,7 +14,7 @@ from .spec import DataSettings
 
 
 def checked(batch: Any) -> Any:
-    """A worker's batch; a ValueError that came in its place is raised here, where it keeps its message."""
+    """A worker's batch; a ValueError sent instead of one is raised here, where it keeps its message."""
     if isinstance(batch, ValueError):
         raise batch
     return batch
@@ -57,11 +57,11 @@ def _unchanged(item: Any) -> Any:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Let signals that are sent to all processes of a job be the main process's business."""
+    """Leave signals that are sent to all processes of a job to the main process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # SIGTERM cannot be ignored like them: with it the main process ends its workers when nothing else does
+    # SIGTERM cannot be ignored as well: it is the main process's last resort for ending its workers
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_obey_parent_only, daemon=True).start()

@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 class Answer(NamedTuple, Generic[Item]):
-    """What became of one input: a probability for each class, or the reason why there are none."""
+    """The result for one input: a probability for each class, or the reason why there are none."""
 
     item: Item
     probabilities: np.ndarray | None
@@ -33,7 +33,7 @@ def classify(
     batch_size: int = 32,
     look: Callable[[Image.Image], Any] | None = None,
 ) -> Iterator[Answer]:
-    """One answer for each item, in their order.
+    """One answer per item, in the order of the items.
 
     Args:
         loaded: the model.

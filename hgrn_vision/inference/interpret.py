@@ -12,7 +12,7 @@ STEPS_AT_ONCE = 8
 
 
 def mixing_rows(decay: torch.Tensor, input_gate: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The rows of Lambda, the matrix of a scan without its rotation: row t holds what of each token is in state t.
+    """The rows of Lambda, the matrix of a scan without its rotation: row t holds the share of each token in state t.
 
     Args:
         decay: of one image, in the order of the scan, (T, D).
@@ -21,7 +21,7 @@ def mixing_rows(decay: torch.Tensor, input_gate: torch.Tensor) -> Iterator[torch
     Yields:
         keep_s decay_(s+1) ... decay_t for every token s, zero after t, (T, D).
     """
-    # one product a token instead of differences of summed logarithms, which a decay of zero would break
+    # one multiplication per token instead of differences of summed logarithms, which a decay of zero would break
     row = torch.zeros_like(input_gate)
     for t in range(len(decay)):
         row = row * decay[t]
@@ -69,15 +69,15 @@ def evidence(model: nn.Module, image: torch.Tensor, target: int, steps: int = 64
 
     There is no class token whose attention could be shown, and the scans of both directions carry what a patch holds
     to all tokens, so that the tokens of the last block no longer say where something was seen. Hence the contribution
-    of the pixels themselves: the gradient, averaged on the straight way from an empty image to this one, times what
-    was added. Summed over the whole image the contributions are exactly the gain in log-probability, up to the number
+    of the pixels themselves: the gradient, averaged along the straight line from an empty image to this one, times the
+    difference. Summed over the whole image the contributions are exactly the gain in log-probability, up to the number
     of steps, which can be checked. The empty image has the image's median colour: a plain background is no evidence.
 
     Args:
         model: a classifier in evaluation mode.
         image: normalised, (C, H, W).
         target: number of the class.
-        steps: points on the way.
+        steps: points on that line.
     """
     empty = image.flatten(1).median(dim=1).values.view(-1, 1, 1).expand_as(image)
     shares = (torch.arange(steps, device=image.device) + 0.5) / steps
@@ -90,7 +90,7 @@ def evidence(model: nn.Module, image: torch.Tensor, target: int, steps: int = 64
     with torch.no_grad():
         at_end, at_start = class_scores(model(torch.stack([image, empty])))[:, target].tolist()
     height, width = model.patch_embed.patch_size
-    # an image that is no multiple of the patch is padded by the model
+    # images that are not whole patches are padded by the model
     pixels = F.pad(pixels, (0, -pixels.shape[1] % width, 0, -pixels.shape[0] % height))
     cells = pixels.unfold(0, height, height).unfold(1, width, width).sum(dim=(2, 3))
     return Evidence(cells.cpu().numpy(), at_end - at_start)

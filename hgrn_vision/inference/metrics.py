@@ -1,4 +1,4 @@
-"""How good the answers of a model are: accuracy, figures of each class, confusions, calibration."""
+"""How good a model's answers are: accuracy, per-class figures, confusions, calibration."""
 
 from dataclasses import dataclass
 

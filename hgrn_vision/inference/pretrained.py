@@ -1,4 +1,4 @@
-"""Trained models, to use or to begin a run from: of a run, a folder, a file, the Hugging Face hub, this package."""
+"""Trained models, to use or to start a run from: a run's, a folder, a file, the Hugging Face hub, the packaged one."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ HUB = "hf-hub:"
 FOLDER = "local-dir:"
 # models of the authors' released checkpoints, by width
 RELEASED = {192: "hgrn1d_vit_tiny", 384: "hgrn1d_vit_small"}
-# arguments that the training settings have a name of their own for
+# arguments for which the training settings have their own name
 SETTINGS = ("num_classes", "img_size", "drop_path_rate", "in_chans")
 
 
@@ -119,7 +119,7 @@ def packaged_models() -> dict[str, str]:
 
 
 def _is_name(where: str) -> bool:
-    """Whether a model is named as in timm's registry; a folder or file of that name goes first."""
+    """Whether a model is named as in timm's registry; a folder or file of that name takes precedence."""
     return is_model(where) and not Path(where).exists()
 
 
@@ -200,7 +200,7 @@ def _class_names(model: nn.Module, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Initial:
-    """What a run begins from."""
+    """What a run starts from."""
 
     settings: dict[str, Any]
     weights: dict[str, torch.Tensor]
@@ -236,7 +236,7 @@ def _is_described(path: Path) -> bool:
 
 
 def _read_weights(path: Path, model_name: str | None) -> Initial:
-    """A file with nothing beside it that says which model it is of."""
+    """A weights file with no description beside it."""
     name = model_name or _released_model(path)
     model = timm.create_model(name)
     load_checkpoint(model, path, drop_head=True)

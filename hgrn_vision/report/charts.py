@@ -35,7 +35,7 @@ def _curve(axes: Axes, history: Sequence[Mapping[str, Any]], name: str, label: s
     epochs, values = column(history, "epoch"), column(history, name)
     known = np.isfinite(epochs) & np.isfinite(values)
     if known.any():
-        # a line of one point would not be seen
+        # a line of one point would be invisible
         marker = "o" if known.sum() == 1 else None
         axes.plot(epochs[known], values[known], color=color, label=label, marker=marker)
 
@@ -74,7 +74,7 @@ def rate_chart(history: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def speed_chart(history: Sequence[Mapping[str, Any]]) -> Figure:
-    """Training images a second, over all processes."""
+    """Training images per second, over all processes."""
     figure, axes = _axes("Speed, images per second")
     _curve(axes, history, "images_per_second", "images per second", BLUE)
     _from_zero(axes)

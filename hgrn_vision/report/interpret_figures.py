@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from .style import BLUE, DIM, ORANGE, paper_style
 
 AGAINST_FOR = LinearSegmentedColormap.from_list("against_for", ["#2563eb", "#ffffff", "#ef2d2d"])
-FAINTEST = 1e-5  # shares below are shown as this much
+FAINTEST = 1e-5  # smaller shares are shown as this
 
 
 @paper_style()
@@ -44,7 +44,7 @@ def gate_figure(mean: np.ndarray, median: np.ndarray, shares: np.ndarray, bounds
 
 
 def _ridges(axes: Axes, median: np.ndarray, shares: np.ndarray) -> None:
-    """One histogram a layer, the first at the bottom, each reaching a little into the next."""
+    """One histogram per layer, the first at the bottom, each overlapping the next a little."""
     depth, bins = shares.shape
     edges = np.linspace(0, 1, bins + 1)
     colors = matplotlib.colormaps["viridis"](np.linspace(0.15, 0.85, depth))

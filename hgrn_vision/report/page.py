@@ -62,7 +62,7 @@ class ReportData:
 
 def write_report(path: str | os.PathLike, data: ReportData) -> None:
     """Write the report; a report already there is whole until the new one replaces it."""
-    # file names may hold bytes that are no text
+    # file names may hold bytes that are not text
     write_text(path, render(data), errors="replace")
 
 
@@ -128,7 +128,7 @@ def confused_pairs(confusion: np.ndarray | None, class_names: Sequence[str]) -> 
     """The most frequent mistakes: (true, predicted, count, share of the true class)."""
     if confusion is None:
         return []
-    # ten thousand classes make a hundred million cells, of which few are filled
+    # ten thousand classes make a hundred million cells, few of them non-zero
     true, guess = (side.astype(np.int32) for side in np.nonzero(confusion))
     true, guess = true[true != guess], guess[true != guess]
     counts = confusion[true, guess]

@@ -55,14 +55,14 @@ PAPER = {
 
 @contextlib.contextmanager
 def page_style() -> Iterator[None]:
-    """Matplotlib's settings while a figure is drawn and saved; the caller's own come back after."""
+    """Matplotlib's settings while a figure is drawn and saved; the caller's own are restored afterwards."""
     with matplotlib.rc_context(PAGE):
         yield
 
 
 @contextlib.contextmanager
 def paper_style() -> Iterator[None]:
-    """Likewise, for figures that become PNG files."""
+    """The same for figures that become PNG files."""
     with matplotlib.rc_context(PAPER):
         yield
 
@@ -72,12 +72,12 @@ def to_svg(figure: Figure, name: str) -> str:
     buffer = io.StringIO()
     # the salt takes the place of random numbers in the names of elements
     with matplotlib.rc_context({**PAGE, "svg.hashsalt": name}), warnings.catch_warnings():
-        # letters that matplotlib's font lacks stay text, which the reader's browser has fonts for
+        # text stays text, and the reader's browser has fonts for letters that matplotlib's font lacks
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(PAGE_INK, "currentColor")
-    # every chart names its elements alike, but on a page a name may occur once only
+    # every chart uses the same element ids, but on a page each id must be unique
     svg = re.sub(r'( id="|url\(#|href="#)', rf"\1{name.replace(' ', '-')}-", svg)
     return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{name}">', svg, count=1)
 

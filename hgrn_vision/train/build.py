@@ -55,7 +55,7 @@ def _create(name: str, num_classes: int, pretrained: bool, arguments: dict[str, 
 
 
 def load_body(model: nn.Module, weights: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Take over all weights but those of the head, which is new."""
+    """Load all weights except those of the head, which is new."""
     # not the head that the model was created with: a run with the same seed may have trained these weights for it
     seed_weights(seed, 2)
     model.reset_classifier(model.num_classes)
@@ -70,7 +70,7 @@ def load_body(model: nn.Module, weights: Mapping[str, torch.Tensor], seed: int) 
 
 
 def freeze(model: nn.Module, part: str) -> None:
-    """Keep a part from learning: 'body' is all but the head, a number so many layers from the image on."""
+    """Freeze a part of the model: 'body' is all but the head, a number that many layers counted from the image."""
     if not part:
         return
     # the layers of layer decay: the patch embedding, each block, then the last norm with the head
@@ -106,7 +106,7 @@ def data_spec(config: TrainConfig, model: nn.Module) -> DataSpec:
 
 
 def describe_model(model: nn.Module, spec: DataSpec) -> None:
-    """Write what the model is trained on into its own description, where those who load it find it."""
+    """Write what the model is trained on into its own description, where whoever loads it will find it."""
     model.pretrained_cfg = {**model.pretrained_cfg, **spec._asdict(), "num_classes": model.num_classes}
 
 
@@ -151,7 +151,7 @@ def build_task(config: TrainConfig, model: nn.Module, device: torch.device, teac
             f"teacher {teacher.name} has {teacher.num_classes} classes, the data {model.num_classes}; "
             "only --distill features works across classes"
         )
-    seed_weights(config.seed, 1)  # of the projection between two maps
+    seed_weights(config.seed, 1)  # for the projection between the two maps
     return DistillationTask(
         model,
         None if config.photos else criterion,
@@ -184,7 +184,7 @@ def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optim
 
 
 def build_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler:
-    """The learning rate as a function of the number of updates, `steps` of them an epoch."""
+    """The learning rate as a function of the number of updates, `steps` of them per epoch."""
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=config.sched,

@@ -26,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, or no checkpoint of this program."""
+    """A checkpoint that is damaged, or was not written by this program."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Checkpoints:
     def save(self, checkpoint: Checkpoint, best: bool = False) -> None:
         """Write the newest checkpoint, which may be the best too; the one before stays until this one is verified."""
         for leftover in self.folder.glob("*.tmp"):
-            # of a process that was killed
+            # left by a process that was killed
             leftover.unlink()
         write(self.next, checkpoint)
         if best:

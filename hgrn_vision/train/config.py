@@ -280,7 +280,7 @@ def to_yaml(config: TrainConfig, about: Mapping[str, str] | None = None) -> str:
 
 
 class _Lines(yaml.SafeDumper):
-    """One line a setting: mappings as blocks, lists inline."""
+    """One line per setting: mappings as blocks, lists inline."""
 
     def represent_mapping(self, tag, mapping, flow_style=None):
         return super().represent_mapping(tag, mapping, flow_style=False)

@@ -20,7 +20,7 @@ class DistillationTask(TrainingTask):
         criterion: loss of the labels; None where there are none.
         by_logits: learn the teacher's logits.
         map_channels: channels of the teacher's map, to learn it; None not to.
-        weight: of the teacher's part beside the labels'.
+        weight: of the teacher's part relative to the label loss.
         temperature: of the softmax of both logits.
         device: where the student is.
     """
@@ -75,7 +75,7 @@ def logit_loss(ours: torch.Tensor, theirs: torch.Tensor, temperature: float) -> 
 
 
 def map_loss(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Squared distance of two maps (B, C, H, W) on the coarser of their grids; theirs is normalised at every place."""
+    """Squared distance of two maps (B, C, H, W) on the coarser grid; `theirs` is normalised at every position."""
     size = [min(sides) for sides in zip(ours.shape[-2:], theirs.shape[-2:], strict=True)]
     ours, theirs = (adaptive_avg_pool2d(each.float(), size).flatten(2).transpose(1, 2) for each in (ours, theirs))
     return mse_loss(ours, layer_norm(theirs, theirs.shape[-1:]))

@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and what they agree on."""
+"""The processes of a run: their ranks, and how they agree."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ class LostRank(RuntimeError):
 
 @dataclass
 class World:
-    """This process among the processes of the run; with one process every call below is immediate."""
+    """This process among the processes of the run; with a single process every call below returns at once."""
 
     rank: int = 0
     size: int = 1
@@ -70,7 +70,7 @@ class World:
         return values
 
     def sum(self, numbers: Iterable[float]) -> list[float]:
-        """Element by element sum over the ranks."""
+        """Elementwise sum over the ranks."""
         numbers = list(numbers)
         if self.size == 1:
             return numbers
@@ -79,7 +79,7 @@ class World:
         return total.tolist()
 
     def meet(self, before: str) -> None:
-        """Wait for every rank; the error names those that did not come."""
+        """Wait for every rank; the error names those that did not arrive."""
         if self.size == 1:
             return
         error = self._call_roll(self.timeout)
@@ -128,12 +128,12 @@ def _shared(error: Exception) -> Exception:
 
 
 def _place() -> tuple[int, int, int]:
-    """Local rank, rank and number of processes, as torchrun or srun tells them; a process alone is the first of one."""
+    """Local rank, rank and number of processes, as torchrun or srun tells them; a lone process is rank 0 of 1."""
     return world_info_from_env() if is_distributed_env() else (0, 0, 1)
 
 
 def is_main() -> bool:
-    """Whether this process writes the files and speaks to the user, known before the processes have met."""
+    """Whether this process writes the files and speaks to the user, known before the processes have connected."""
     return World(rank=_place()[1]).main
 
 

@@ -32,13 +32,13 @@ class Progress:
     epoch: int = 0
     step: int = 0  # in the epoch
     updates: int = 0  # optimizer steps since the beginning, skipped ones included
-    skipped: int = 0  # of them, left out because of a non-finite loss or gradient
-    streak: int = 0  # of those, in a row up to now
+    skipped: int = 0  # of these, skipped because of a non-finite loss or gradient
+    streak: int = 0  # skipped steps in a row, up to now
     rollbacks: int = 0
     loss_sum: float = 0.0  # over this epoch's steps that were not skipped
     loss_count: int = 0
     seconds: float = 0.0  # spent on this epoch's steps
-    waited: float = 0.0  # of them, waiting for data
+    waited: float = 0.0  # of these seconds, waiting for data
     history: list[dict[str, Any]] = field(default_factory=list)  # the rows of log.csv
     best: dict[str, Any] | None = None  # the row of the best epoch
 
@@ -63,7 +63,7 @@ class StepResult:
 
     loss: float
     applied: bool
-    bad: bool  # left out for a reason that counts, which an overflow that the fp16 scaler cures does not
+    bad: bool  # skipped because of a non-finite loss or gradient; overflows that the fp16 scaler can fix do not count
 
 
 class Engine:
@@ -84,7 +84,7 @@ class Engine:
         self.progress = Progress()
         self.transform = BatchTransform(config, spec, model.num_classes)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=precision(config, world.device) == "fp16")
-        # the average warms up, or a short run would average its first, random weights for ever
+        # the average warms up; otherwise the random initial weights would dominate it throughout a short run
         self.ema = ModelEmaV3(self.model, config.ema, use_warmup=True, warmup_power=0.75) if config.ema else None
         self.task = build_task(config, self.model, world.device, teacher)
         trainable = self.task.trainable_module
@@ -120,7 +120,7 @@ class Engine:
         if result.applied and self.config.clip_grad:
             clip_grads_with_norm_(self.parameters, self.config.clip_grad, norm)
         if not result.bad:
-            # this is where the fp16 scaler leaves out a step whose gradients overflowed
+            # the fp16 scaler itself skips the update if gradients overflowed
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -136,7 +136,7 @@ class Engine:
         images, targets = self.transform.train(images, targets)
         if self.config.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
-        # gradients travel between ranks once a step, with the last micro-batch
+        # ranks exchange gradients once per step, with the last micro-batch
         with nullcontext() if last else self.task.no_sync():
             with autocast(self.config, device):
                 loss = self._loss(images, targets) / count
@@ -157,7 +157,7 @@ class Engine:
         loss_bad = not math.isfinite(loss)
         norm_bad = not math.isfinite(norm.item())
         total, loss_bad, norm_bad = self.world.sum([0.0 if loss_bad else loss, loss_bad, norm_bad])
-        # scaled gradients may overflow while the loss is sound: the scaler then lowers its scale
+        # scaled gradients may overflow although the loss is finite; the scaler then lowers its scale
         curable = self.scaler.is_enabled() and not loss_bad and self.scaler.get_scale() > 1
         applied = not (loss_bad or norm_bad)
         return StepResult(total / self.world.size, applied, bad=not applied and not curable)
@@ -187,7 +187,7 @@ class Engine:
         """Continue from the state in a checkpoint."""
         self.model.load_state_dict(checkpoint.model)
         if self.ema:
-            # a run that had no average starts one from the weights it has
+            # a run without averaged weights so far starts averaging from its current ones
             self.ema.module.load_state_dict(checkpoint.weights())
         if self.projection and checkpoint.projection:
             self.projection.load_state_dict(checkpoint.projection)

@@ -25,7 +25,7 @@ from .faults import memory_advice
 
 
 class Confusion(NamedTuple):
-    """Which classes were taken for which; only classes that occur, as ten thousand squared would fill the memory."""
+    """Which classes were taken for which; only classes that occur, as all pairs of 10,000 would fill the memory."""
 
     classes: np.ndarray  # (n,) classes that are true or predicted at least once
     counts: np.ndarray  # (n, n) images by true class (row) and predicted class (column)
@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        # fsum does not depend on the order of its terms, so that the number of ranks leaves no trace
+        # fsum does not depend on the order of its terms, so the result does not depend on the number of ranks
         return math.fsum(self.losses) / self.images
 
     @property
@@ -96,7 +96,7 @@ def evaluate(
 def collect(
     logits: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[EvalBatch], world: World | None = None
 ) -> Evaluation:
-    """The evaluation of whatever answers images: a model in training, or one that was loaded.
+    """Evaluate anything that maps images to logits: a model in training, or one that was loaded.
 
     Args:
         logits: from images (B, C, H, W) uint8 to logits (B, classes).
@@ -117,7 +117,7 @@ def collect(
 def _rows(batch: EvalBatch, logits: torch.Tensor) -> tuple[np.ndarray, ...]:
     targets = batch.targets.to(logits.device)
     own = logits.gather(1, targets[:, None])
-    # classes with equal logits come in their order, as in predict; where the true class is NaN all others come first
+    # ties go to the lower class number, as in predict; if the true class is NaN, all others rank before it
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
     ranks = (~(logits <= own)).sum(-1) + ((logits == own) & earlier).sum(-1)
     columns = (

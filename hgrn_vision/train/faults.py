@@ -20,7 +20,7 @@ class StopRequest:
         self._before = {}
 
     def __enter__(self) -> "StopRequest":
-        # only the main thread can listen to signals
+        # only the main thread can set signal handlers
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         return self
@@ -37,7 +37,7 @@ class StopRequest:
 
 
 class Diverged(RuntimeError):
-    """The loss kept becoming infinite or NaN, however often the run went back."""
+    """The loss kept becoming infinite or NaN, even after going back to earlier checkpoints."""
 
 
 class OutOfMemory(ValueError):

@@ -9,12 +9,12 @@ from torch import nn
 from .build import build_model
 from .config import even_divisor, from_mapping
 
-# largest side, and the patch that makes 16 to 256 tokens of it
+# largest side, and the patch size that gives 16 to 256 tokens
 PATCHES = {16: 2, 64: 4, 128: 8}
-MAX_BAD_FRACTION = 0.25  # one broken file of a few hundred is no reason to stop
+MAX_BAD_FRACTION = 0.25  # a few broken files are no reason to stop
 QUICK_SIDE = 112
-# what is different when the weights that come with the package are the start: they know photographs of these sizes,
-# and smaller ones are enlarged
+# differences when starting from the packaged weights, which were trained on photographs of these sizes; smaller images
+# are enlarged
 STARTER_SIDE, STARTER_QUICK_SIDE = 112, 84
 STARTER_SETTINGS = {"lr": 5e-4, "layer_decay": 0.75}
 QUICK_EPOCHS = 3
@@ -27,7 +27,7 @@ def model_settings(side: int, quick: bool = False) -> dict[str, Any]:
     """The tiny model for new weights, with patches that suit images of `side` pixels."""
     patch = next((patch for largest, patch in PATCHES.items() if side <= largest), None)
     if quick:
-        # at most 8 by 8 tokens: what an image costs less goes into more steps, which new weights need most
+        # at most 8 by 8 tokens: cheaper images allow more steps, which new weights need most
         patch = 2 * math.ceil(side / 16)
     return {"model": "hgrn_deit_tiny", "model_args": {"patch_size": patch} if patch else {}}
 
@@ -57,7 +57,7 @@ def recipe_settings(
     """All but the model: for `images` training images, seen at `side` pixels, from trained weights or new ones."""
     batch = batch or 2 ** min(5, int(math.log2(max(images // 16, 2))))
     steps = max(1, images // batch)
-    # few images make short epochs: enough of them for the weights to get somewhere
+    # few images make short epochs, so there have to be enough epochs to learn something
     epochs = epochs or min(200, max(30 if trained else 60, math.ceil((300 if trained else 600) / steps)))
     return {
         "epochs": epochs,
@@ -91,7 +91,7 @@ def quick_settings(settings: dict[str, Any], images: int, classes: int) -> dict[
     config, model = from_mapping(settings), _outline(settings, classes)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tokens = getattr(getattr(model, "patch_embed", None), "num_patches", None) or 256
-    # two operations a weight and token forward, four backward
+    # per weight and token, two operations forward and four backward
     affordable = max(QUICK_EPOCHS, int(QUICK_FLOPS / (6 * parameters * tokens * config.batch_size)))
     steps = max(1, images // config.batch_size)
     epochs = min(config.epochs, affordable // steps)

@@ -13,8 +13,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 def keep_freed_memory() -> bool:
     """Let malloc reuse what was freed instead of giving it back to the system; whether that could be set.
 
-    A training step frees and allocates the same activations each time. Where they went back to the system in between,
-    each of their pages has to be mapped and cleared anew. Only glibc has these settings; elsewhere nothing changes.
+    A training step frees and allocates the same activations each time. If they were returned to the system in between,
+    each of their pages would have to be mapped and cleared again. Only glibc has these settings; others are left alone.
     """
     if not sys.platform.startswith("linux"):
         return False

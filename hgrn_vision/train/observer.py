@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it."""
+"""Callbacks through which a run reports its progress."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Is told what happens; the command line shows it, and by default nobody does."""
+    """Receives the events of a run; the command line shows them, this base class ignores them."""
 
     def packing(self, starts: Iterable[int], photos_each: int) -> Iterable[int]:
-        """The photographs are being packed, so many in each turn of the loop."""
+        """The photographs are being packed, `photos_each` per iteration."""
         return starts
 
     def began(self, run: "Run") -> None:
@@ -25,7 +25,7 @@ class Observer:
         """One optimizer step is done."""
 
     def evaluating(self) -> None:
-        """The validation images are being looked at."""
+        """The validation images are being evaluated."""
 
     def finished_epoch(self, row: dict[str, Any], best: bool) -> None:
         """One more row of log.csv."""

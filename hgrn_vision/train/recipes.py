@@ -77,7 +77,7 @@ RECIPES = {
     ),
 }
 
-# of `hgrn-vision distill`: the teacher's answer to a crop says more than any label, so images need little disguise
+# of `hgrn-vision distill`: the teacher's answer to a crop says more than any label, so light augmentation is enough
 DISTILL = Recipe(
     "hgrn-vision distill photos/ --teacher resnet50.a1_in1k --output runs/student",
     "depends on the photographs and the teacher; docs/starter.md has what one such run reached",

@@ -62,7 +62,7 @@ def train(
         output: the run folder.
         command: what the user typed, for the report.
         allow_change: continue a run although its recipe has changed.
-        observer: is told what happens, on rank 0.
+        observer: receives the events of the run, on rank 0.
         details: recorded beside the versions.
         weights: of the same model with any head, for a new run to begin with.
     """
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """All epochs are done, or the last of them brought nothing better."""
+        """All epochs are done, or the last ones brought no improvement."""
         progress, patience = self.progress, self.config.patience
         waited = progress.epoch - progress.best["epoch"] if progress.best else 0
         return progress.epoch >= self.config.epochs or bool(patience and waited >= patience)
@@ -192,7 +192,7 @@ class Run:
         if not self.over:
             self.world.on_main(self._write_settings)
         if not self.resumed:
-            # something to go back to, and an output that cannot be written fails here
+            # a checkpoint to go back to; also fails early if the output cannot be written
             self._save()
         self._saved_at = time.monotonic()
         self.trackers = open_trackers(self.config, self.output, self.progress.updates) if self.world.main else []
@@ -251,7 +251,7 @@ class Run:
         return self.train_loader.epoch(self.progress.epoch, self.progress.step, self.progress.rollbacks)
 
     def _save_is_due(self) -> bool:
-        """Rank 0's clock decides; nothing is saved between bad steps, so that the last checkpoint is a good one."""
+        """Rank 0's clock decides; nothing is saved during a streak of bad steps, so the last checkpoint is good."""
         if not self.world.main or self.progress.streak:
             return False
         age = time.monotonic() - self._saved_at
@@ -351,7 +351,7 @@ class Run:
             export_model(self.output / "model", self.engine.eval_model, self.config, self.class_names)
 
     def _is_complete(self) -> bool:
-        """Whether nothing is missing of what the end of a run writes; a kill may have come just before it."""
+        """Whether everything that the end of a run writes is there; the run may have been killed just before it."""
         best = self.checkpoints.load_best()
         return (self.output / "report.html").exists() and (
             best is None or holds_weights(self.output / "model", best.weights())
@@ -367,7 +367,7 @@ class Run:
 
     def _write_report_file(self, evaluation: Evaluation) -> None:
         model, transform = self.engine.eval_model, self.engine.transform
-        # an epoch's export is not enough: a kill may have come after the best checkpoint and before it
+        # the export after each best epoch is not enough: the run may have been killed between checkpoint and export
         if not holds_weights(self.output / "model", model.state_dict()):
             export_model(self.output / "model", model, self.config, self.class_names)
         write_summary(

@@ -1,4 +1,4 @@
-"""The folder of a run: its files beside the checkpoints, and how the run in it is taken up again."""
+"""The folder of a run: its files beside the checkpoints, and how its run is resumed."""
 
 import csv
 import io
@@ -44,9 +44,9 @@ ORDER = {"batch_size", "epoch_steps", "repeats", "seed", "training images"}
 
 
 def write_log(path: Path, history: list[Mapping[str, Any]]) -> None:
-    """log.csv from the rows in the checkpoint, so that it has one header and no gap, however often the run resumed."""
+    """log.csv from the rows in the checkpoint, so it has one header and no gaps, however often the run was resumed."""
     text = io.StringIO()
-    # only distillation has an agreement with its teacher
+    # only distillation measures agreement with a teacher
     columns = [name for name in COLUMNS if name != "agreement" or any(name in row for row in history)]
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
@@ -55,7 +55,7 @@ def write_log(path: Path, history: list[Mapping[str, Any]]) -> None:
 
 
 def write_duplicates(path: Path, duplicates: list[tuple[str, str, int]]) -> None:
-    """near_duplicates.csv: photographs left out because they show the same as a validation image."""
+    """near_duplicates.csv: photographs left out because they are near-duplicates of validation images."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("photograph", "looks_like", "different_bits"))
@@ -156,7 +156,7 @@ def restore(engine: Engine, checkpoint: Checkpoint, changes: set[str], steps: in
         checkpoint: of this run.
         changes: names of the recipe settings that differ from the checkpoint's.
         steps: optimizer steps per epoch.
-        indexed: whether an epoch can be started in its middle.
+        indexed: whether an epoch can be started in the middle.
     """
     try:
         engine.restore(checkpoint)

@@ -39,7 +39,7 @@ class Teacher:
 
     @property
     def aliases(self) -> list[tuple[str, ...]]:
-        """Other names of each class, where it is ImageNet's: the WordNet id and all its words."""
+        """Other names of each class if the classes are ImageNet's: the WordNet id and all its words."""
         return imagenet_aliases(self.num_classes) or [()] * self.num_classes
 
     @torch.no_grad()
@@ -63,9 +63,9 @@ def open_teacher(
 
     Args:
         name: a timm name, local-dir:FOLDER, hf-hub:NAME, a run or model folder of ours, or a .onnx file.
-        side: of its images; its own by default.
-        mean: of its pixels, likewise.
-        std: of its pixels, likewise.
+        side: side of its images; its own by default.
+        mean: mean of its pixels; its own by default.
+        std: standard deviation of its pixels; its own by default.
         maps: whether its feature map is wanted too.
         device: where it runs; ONNX files run on the CPU.
     """
@@ -181,7 +181,7 @@ def _open_onnx(name: str, side: int | None, wanted: dict[str, Any], maps: bool, 
     logits, last_map = _outputs(name, session, maps)
     about = _metadata(session)
     input_size = about.get("input_size") or (channels, 224, 224)
-    # what the file fixes cannot be chosen
+    # sizes that are fixed in the file cannot be changed
     size = tuple(own or side or told for own, told in zip(own_sides, input_size[1:], strict=True))
     if side and size != (side, side):
         raise ValueError(f"{name} takes images of {size[0]}x{size[1]} pixels only, not {side}")
@@ -213,7 +213,7 @@ def _image_input(name: str, session: Any) -> tuple[str, Any, int, list[int | Non
 
 
 def _outputs(name: str, session: Any, maps: bool) -> tuple[Any, Any]:
-    """The logits, and the map where one is wanted and there."""
+    """The logits output, and the feature map's if one is wanted."""
     outputs = session.get_outputs()
     logits = next((output for output in outputs if len(output.shape) == 2), None)
     if logits is None:
@@ -225,7 +225,7 @@ def _outputs(name: str, session: Any, maps: bool) -> tuple[Any, Any]:
 
 
 def _metadata(session: Any) -> dict[str, Any]:
-    """What our own export writes beside the model; nothing for files of others."""
+    """What our own export writes beside the model; empty for other files."""
     found = {}
     for key, value in session.get_modelmeta().custom_metadata_map.items():
         try:

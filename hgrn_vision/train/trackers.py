@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, for those who have them installed."""
+"""TensorBoard and Weights & Biases, if they are installed."""
 
 import importlib
 from collections.abc import Mapping

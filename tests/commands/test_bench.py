@@ -63,10 +63,10 @@ def test_peak_memory_sees_what_a_step_allocates():
     assert bench.peak_memory(step, torch.device("cpu")) == pytest.approx(2**26, rel=0.1)
 
 
-def test_products_are_those_of_the_model(small_models):
+def test_matmuls_are_those_of_the_model(small_models):
     model = bench._create("hgrn_deit_tiny_patch16_224", 16)
     images = torch.randn(2, 3, 16, 16)
-    step = bench.products_step(model, images, backward=False)
+    step = bench.matmuls_step(model, images, backward=False)
     with FlopCounterMode(display=False) as counter:
         step()
     tokens, d = 2 * 4, 24

@@ -6,11 +6,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hgrn_vision.cli import main
-from hgrn_vision.commands.models import describe, product_cost, scan_cost
+from hgrn_vision.commands.models import describe, matmul_cost, scan_cost
 
 
-def products(tokens, width, patch, depth=12, classes=1000):
-    """Multiply-adds of the products: patches; in, out, GLU in and out of a block; head."""
+def matmuls(tokens, width, patch, depth=12, classes=1000):
+    """Multiply-adds of the matmuls: patches; in, out, GLU in and out of a block; head."""
     return tokens * 3 * patch**2 * width + depth * tokens * width**2 * (5 + 2 + 4 + 2) + width * classes
 
 
@@ -25,17 +25,17 @@ def products(tokens, width, patch, depth=12, classes=1000):
 def test_size_and_cost(name, parameters, tokens, width, patch):
     model = describe(name)
     assert model.parameters == parameters
-    assert model.products == products(tokens, width, patch)
+    assert model.matmuls == matmuls(tokens, width, patch)
     assert model.input_size == (3, 224, 224)
     assert model.text.startswith("HGRN-")
 
 
-def test_cost_of_the_products_as_torch_counts_it():
+def test_cost_of_the_matmuls_as_torch_counts_it():
     model = timm.create_model("hgrn_deit_tiny", embed_dim=32, depth=2, patch_size=16, num_classes=7)
     # inside autocast's dtype nothing is computed in place, which torch's counter would overlook
     with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(torch.zeros(1, 3, 224, 224))
-    assert product_cost(model) == counter.get_total_flops() / 2
+    assert matmul_cost(model) == counter.get_total_flops() / 2
 
 
 class Counted:

@@ -28,7 +28,7 @@ class Process:
         os.kill(self.pid, number)
 
     def wait(self, seconds: float = 240) -> int:
-        """Exit code, minus the signal's number for a process that one ended; it is killed when time is up."""
+        """Exit code, or minus the signal's number if a signal ended it; the process is killed when time is up."""
         return self.launcher.ask({"wait": self.pid, "seconds": seconds})
 
     @property
@@ -142,7 +142,7 @@ def arm(number: int, function: str, about: str, time: int) -> None:
     Args:
         number: of the signal.
         function: its full name, as in 'os.replace'.
-        about: how the last argument of a call that counts ends, such as a file's name; '' for all calls.
+        about: only calls whose last argument ends like this count, such as a file's name; '' for all calls.
         time: 1 is the first.
     """
     owner, _, name = function.rpartition(".")

@@ -34,7 +34,7 @@ def save_model(folder, class_names=CLASSES, seed=0):
 
 
 def package_starter(folder, monkeypatch):
-    """Weights from a seed, in the place of those that come with the package; the model that they are of."""
+    """Put seeded weights in place of the packaged ones; returns their model."""
     torch.manual_seed(7)
     model = timm.create_model("hgrn_deit_tiny").eval()
     path = packaged.write_starter(model, folder)
