@@ -125,7 +125,7 @@ def test_the_compiler_and_where_its_libraries_are_kept(monkeypatch, tmp_path):
     assert doctor.describe_compiler() == ["none: no C compiler found"]
 
 
-def test_no_room(monkeypatch):
+def test_no_space(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**20))
     monkeypatch.setattr(doctor, "available_memory", lambda: 2**29)
     diagnosis = doctor.Diagnosis()
@@ -133,4 +133,4 @@ def test_no_room(monkeypatch):
     assert len(diagnosis.problems) == 2
     assert "0.0 GiB" in diagnosis.problems[0] and "0.5 GiB" in diagnosis.problems[1]
     monkeypatch.setattr(doctor, "available_memory", lambda: None)
-    assert "not known" in doctor.describe_space(doctor.Diagnosis())[1]
+    assert "unknown" in doctor.describe_space(doctor.Diagnosis())[1]

@@ -86,7 +86,7 @@ def test_what_is_refused(run, tmp_path, capsys):
         (run[0], "full", "is not empty"),
         (run[0], "file", "is a file"),
         (str(tmp_path / "nowhere"), "new", "no model at"),
-        ("hgrn_deit_small", "new", "hgrn_deit_tiny has them"),
+        ("hgrn_deit_small", "new", "only for hgrn_deit_tiny"),
     ):
         assert main(["publish", model, str(tmp_path / folder)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
