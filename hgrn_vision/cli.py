@@ -22,6 +22,7 @@ COMMANDS = {
     "publish": "a folder in the form of a Hub repository, to share a trained model",
     "models": "the models of this package, their size and cost",
     "digits": "write the packaged digits as PNG files, to try the other commands on",
+    "pathfinder": "draw the Pathfinder task: are two dots joined by a dashed curve?",
     "doctor": "check this machine: versions, devices, backends, space",
 }
 

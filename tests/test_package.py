@@ -80,7 +80,7 @@ TABLE = [
     (
         "hgrn_vision/data",
         "__init__ spec images digits sources splits transforms batches workers indexed streamed loaders "
-        "imagenet near_duplicates pack photos",
+        "imagenet near_duplicates pack photos pathfinder",
         ("data", "files", "randomness"),
     ),
     (
@@ -102,7 +102,7 @@ TABLE = [
     (
         "hgrn_vision/commands",
         "__init__ _flags _console _dataset_check _run_exported "
-        "bench digits distill doctor evaluate explain export finetune models predict publish train",
+        "bench digits distill doctor evaluate explain export finetune models pathfinder predict publish train",
         ("commands", "inference", "train", "report", "data", "files", "randomness", "version", *MODEL, "kernels"),
     ),
     ("hgrn_vision", "cli", ("commands",)),

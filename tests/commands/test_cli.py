@@ -37,7 +37,7 @@ def test_help_of_train_has_an_example(capsys):
 
 def test_the_list_of_commands(capsys):
     code, out, _ = call(capsys, "--help")
-    assert code == 0 and all(f"{name} " in out for name in cli.COMMANDS)
+    assert code == 0 and all(re.search(rf"^    {name}\b", out, re.MULTILINE) for name in cli.COMMANDS)
 
 
 @pytest.mark.parametrize(
