@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 
 $(INSTALLED): setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,export]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,export,dense]'
 	touch $@
 
 demo: $(INSTALLED)

@@ -9,8 +9,9 @@ if (_root / "kernels" / "triton_scan.py").exists():
 
 from .backend import set_backend  # noqa: E402
 from .hgrn import HgrnDeit  # noqa: E402
+from .pyramid import HgrnPyramid  # noqa: E402
 from .scan import hgru_scan  # noqa: E402
 from .version import __version__  # noqa: E402
 from .weights import load_checkpoint  # noqa: E402
 
-__all__ = ["HgrnDeit", "__version__", "hgru_scan", "load_checkpoint", "set_backend"]
+__all__ = ["HgrnDeit", "HgrnPyramid", "__version__", "hgru_scan", "load_checkpoint", "set_backend"]

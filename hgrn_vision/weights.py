@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike, drop_head: bool =
         drop_head: skip a head whose number of classes differs from the model's.
 
     Returns:
-        The names of the model's tensors that were not loaded: those of a dropped head, or none.
+        The names of the model's tensors that were not loaded: those of a dropped head, those of a pyramid where the
+        weights are a plain model's, or none.
     """
     path = os.fspath(path)
     state_dict = checkpoint_filter_fn(_read(path), model)
@@ -88,6 +90,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike, drop_head: bool =
     conv = "patch_embed.proj.weight"
     if conv in own and conv in state_dict and own[conv].shape[1] != state_dict[conv].shape[1]:
         state_dict[conv] = adapt_input_conv(own[conv].shape[1], state_dict[conv])
+    new = missing_pyramid(state_dict, own)
     dropped = []
     if drop_head:
         head = [name for name in own if name.startswith("head.")]
@@ -95,9 +98,18 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike, drop_head: bool =
         if dropped:
             dropped = head
             state_dict = {name: tensor for name, tensor in state_dict.items() if not name.startswith("head.")}
+    dropped = [*dropped, *new]
     _check_fit(path, state_dict, {name: tensor for name, tensor in own.items() if name not in dropped})
     model.load_state_dict(state_dict, strict=False)
     return dropped
+
+
+def missing_pyramid(state_dict: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Names of a model's pyramid if the weights under `prefix` are a plain model's; none if they bring any of it."""
+    pyramid = f"{prefix}pyramid."
+    if f"{prefix}patch_embed.proj.weight" not in state_dict or any(name.startswith(pyramid) for name in state_dict):
+        return []
+    return [name for name in own if name.startswith("pyramid.")]
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def project_imports(path):
     return found
 
 
-MODEL = ("backend", "block", "glu", "hgrn", "layers", "packaged", "recompute", "scan", "weights")
+MODEL = ("backend", "block", "glu", "hgrn", "layers", "packaged", "pyramid", "recompute", "scan", "weights")
 # folder or file, the Python files of the folder, what of the project they may import; further down means further right
 TABLE = [
     (
@@ -76,7 +76,8 @@ TABLE = [
     ("hgrn_vision", "layers", ("scan", "backend", "glu", "recompute", "kernels/torch_scan")),
     ("hgrn_vision", "block", ("layers", "backend")),
     ("hgrn_vision", "hgrn", ("block", "layers", "packaged", "weights")),
-    ("hgrn_vision", "__init__", ("backend", "hgrn", "scan", "version", "weights")),
+    ("hgrn_vision", "pyramid", ("hgrn", "weights")),
+    ("hgrn_vision", "__init__", ("backend", "hgrn", "pyramid", "scan", "version", "weights")),
     (
         "hgrn_vision/data",
         "__init__ spec images digits sources splits transforms batches workers indexed streamed loaders "

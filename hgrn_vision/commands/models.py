@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import math
 from typing import NamedTuple
 
 import timm
@@ -10,7 +11,7 @@ from torch import nn
 
 EXAMPLE = "hgrn-vision models 'hgrn_deit_*'"
 SIDE = 224
-MODULE = "hgrn"  # where timm's registry says that our models come from
+MODULES = ("hgrn", "pyramid")  # where timm's registry says that our models come from
 
 
 class Description(NamedTuple):
@@ -31,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one line per model."""
-    names = timm.list_models(args.pattern, module=MODULE)
+    names = list_names(args.pattern)
     if not names:
-        known = ", ".join(timm.list_models(module=MODULE))
+        known = ", ".join(list_names())
         raise ValueError(f"no model is named {args.pattern}; there are {known}")
     width = max(map(len, names))
     print(f"{'name':<{width}}  parameters  multiply-adds  input    description")
@@ -42,10 +43,15 @@ def run(args: argparse.Namespace) -> int:
         cost = (model.matmuls + model.scan) / 1e9
         print(f"{model.name:<{width}}  {model.parameters / 1e6:>9.1f}M  {cost:>12.2f}G  {size}  {model.text}")
     print(
-        f"\nmultiply-adds of one image of {SIDE}x{SIDE}, recurrence included, norms and activation functions not; "
-        "other sizes work too"
+        f"\nmultiply-adds of one image of {SIDE}x{SIDE}, recurrence and the maps of pyramids included, norms and "
+        "activation functions not; other sizes work too"
     )
     return 0
+
+
+def list_names(pattern: str = "*") -> list[str]:
+    """Names of the models of this package that match a pattern."""
+    return [name for module in MODULES for name in timm.list_models(pattern, module=module)]
 
 
 def describe(name: str) -> Description:
@@ -62,11 +68,26 @@ def describe(name: str) -> Description:
 
 
 def matmul_cost(model: nn.Module) -> int:
-    """Multiply-adds of the matmuls and the patch convolution for one image."""
+    """Multiply-adds of the matmuls and convolutions for one image, those of all maps of a pyramid included."""
+    pyramid = getattr(model, "pyramid", {})
+    in_pyramid = {module for level in pyramid.values() for module in level.modules()}
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     # each weight is used once per patch, those of the head once per image
     once = model.get_classifier()
-    return sum(module.weight.numel() * (1 if module is once else _tokens(model)) for module in layers)
+    cost = sum(m.weight.numel() * (1 if m is once else _tokens(model)) for m in layers if m not in in_pyramid)
+    return cost + sum(_map_cost(model, level, model.feature_info[int(i)]["reduction"]) for i, level in pyramid.items())
+
+
+def _map_cost(model: nn.Module, level: nn.Module, reduction: int) -> int:
+    cost, positions = 0, _tokens(model)
+    for module in level.modules():
+        if isinstance(module, nn.ConvTranspose2d):
+            # each weight is used once per position of the input
+            cost += module.weight.numel() * positions
+            positions *= math.prod(module.stride)
+        elif isinstance(module, nn.Conv2d):
+            cost += module.weight.numel() * math.ceil(SIDE / reduction) ** 2
+    return cost
 
 
 def scan_cost(model: nn.Module) -> int:

@@ -30,6 +30,16 @@ def test_size_and_cost(name, parameters, tokens, width, patch):
     assert model.text.startswith("HGRN-")
 
 
+def test_size_and_cost_of_a_pyramid():
+    model = describe("hgrn_pyramid_tiny")
+    assert model.parameters == 7_163_032
+    # as torch counts one image through all four maps, without the head
+    counted = timm.create_model("hgrn_pyramid_tiny", features_only=True)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        counted(torch.zeros(1, 3, 224, 224))
+    assert model.matmuls == counter.get_total_flops() / 2 + 192 * 1000
+
+
 def test_cost_of_the_matmuls_as_torch_counts_it():
     model = timm.create_model("hgrn_deit_tiny", embed_dim=32, depth=2, patch_size=16, num_classes=7)
     # inside autocast's dtype nothing is computed in place, which torch's counter would overlook
@@ -82,11 +92,11 @@ def test_cost_of_the_recurrence(bidirectional, output_gate):
 def test_the_list_has_every_model(capsys):
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = timm.list_models(module="hgrn")
+    names = [*timm.list_models(module="hgrn"), "hgrn_pyramid_small", "hgrn_pyramid_tiny"]
     assert [line.split()[0] for line in lines[1 : 1 + len(names)]] == names
     tiny = next(line for line in lines if line.startswith("hgrn_deit_tiny "))
     assert "6.1M" in tiny and "1.51G" in tiny and "224x224" in tiny and "table 7" in tiny
     assert main(["models", "*_small*"]) == 0
-    assert capsys.readouterr().out.count("G  224x224") == 3
+    assert capsys.readouterr().out.count("G  224x224") == 4
     assert main(["models", "vit*"]) == 2
     assert "no model is named vit*; there are hgrn1d_vit_small" in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""HGRN with a simple feature pyramid: maps at four scales for segmentation and detection.
+
+Paper: Exploring Plain Vision Transformer Backbones for Object Detection (ViTDet), ECCV 2022, arXiv 2203.16527. All four
+maps come from the tokens after the last block, enlarged by transposed convolutions or pooled. Classification is that of
+the plain model, whose weights load as they are; the pyramid takes no part in it.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from timm.layers import LayerNorm2d
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import nn
+
+from .hgrn import HgrnDeit, _cfg
+from .weights import checkpoint_filter_fn, missing_pyramid
+
+__all__ = ["HgrnPyramid"]
+
+LEVELS = 4
+
+_logger = logging.getLogger(__name__)
+
+
+class PyramidLevel(nn.Module):
+    """One map from the grid of tokens: resampled, then a 1x1 and a 3x3 convolution, each with its norm.
+
+    Args:
+        dim: channels of the tokens.
+        width: channels of the map.
+        scale: positions of the map per token along each side: 4, 2, 1 or 0.5.
+    """
+
+    def __init__(self, dim: int, width: int, scale: float, device=None, dtype=None):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        channels = dim
+        if scale == 4:
+            channels = dim // 4
+            self.resample = nn.Sequential(
+                nn.ConvTranspose2d(dim, dim // 2, 2, stride=2, **dd),
+                LayerNorm2d(dim // 2, **dd),
+                nn.GELU(),
+                nn.ConvTranspose2d(dim // 2, channels, 2, stride=2, **dd),
+            )
+        elif scale == 2:
+            channels = dim // 2
+            self.resample = nn.ConvTranspose2d(dim, channels, 2, stride=2, **dd)
+        elif scale == 1:
+            self.resample = nn.Identity()
+        else:
+            # an odd row or column of tokens at the end is a position of its own
+            self.resample = nn.MaxPool2d(2, ceil_mode=True)
+        self.proj = nn.Conv2d(channels, width, 1, bias=False, **dd)
+        self.norm1 = LayerNorm2d(width, **dd)
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False, **dd)
+        self.norm2 = LayerNorm2d(width, **dd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm1(self.proj(self.resample(x)))
+        return self.norm2(self.conv(x))
+
+
+class HgrnPyramid(HgrnDeit):
+    """HgrnDeit whose features are maps of a quarter, half, the whole and twice the patch: strides 4, 8, 16, 32.
+
+    They have D / 4, D / 2, D and D channels, and each ends in a norm. Images are padded to whole patches; the maps are
+    then cropped to what the image covers, ceil(H / stride) by ceil(W / stride).
+
+    Args:
+        output_stride: stride that no map exceeds, for decoders with dilated convolutions: with 16 the last two maps
+            have stride 16, with 8 the last three have stride 8.
+        **kwargs: as in HgrnDeit; the patch must be square, its side a multiple of 4.
+    """
+
+    def __init__(self, output_stride: int | None = None, device=None, dtype=None, **kwargs):
+        super().__init__(device=device, dtype=dtype, **kwargs)
+        if self.embed_dim % 4 != 0:
+            raise ValueError(f"HgrnPyramid: embed_dim must be a multiple of 4, got {self.embed_dim}")
+        self.output_stride = output_stride
+        patch, D = self.patch_embed.patch_size[0], self.embed_dim
+        levels = list(zip((D // 4, D // 2, D, D), self.level_strides(), strict=True))
+        # by number, so that the others keep their names where some are not wanted
+        self.pyramid = nn.ModuleDict(
+            {str(i): PyramidLevel(D, width, patch / stride, device, dtype) for i, (width, stride) in enumerate(levels)}
+        )
+        self.feature_info = [
+            dict(module=f"pyramid.{i}", num_chs=width, reduction=stride) for i, (width, stride) in enumerate(levels)
+        ]
+        # classification gives the pyramid no gradients; DistributedDataParallel would wait for them
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters() if "pyramid." in name]
+
+    def level_strides(self) -> list[int]:
+        """The stride of each map."""
+        height, width = self.patch_embed.patch_size
+        if height != width or height % 4 != 0:
+            raise ValueError(
+                f"HgrnPyramid: the patch must be square with a side that is a multiple of 4, got {height}x{width}"
+            )
+        strides = [height // 4, height // 2, height, 2 * height]
+        if self.output_stride is None:
+            return strides
+        if self.output_stride not in strides:
+            raise ValueError(
+                f"HgrnPyramid: output_stride must be one of {', '.join(map(str, strides))}, got {self.output_stride}"
+            )
+        return [min(stride, self.output_stride) for stride in strides]
+
+    @torch.jit.ignore
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        super().set_input_size(img_size, patch_size)
+        for info, stride in zip(self.feature_info, self.level_strides(), strict=True):
+            info["reduction"] = stride
+
+    def forward_intermediates(
+        self,
+        x: torch.Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+    ) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]] | dict[str, Any]:
+        """Maps of the pyramid.
+
+        Args:
+            x: images (B, C, H, W).
+            indices: the last n maps if an int, all four if None, else these, from the finest to the coarsest.
+            norm: apply the final norm to every map, after the map's own.
+            stop_early: nothing can be left out, since every map comes from the last block.
+            output_fmt: 'NCHW', or 'NLC', the positions of a map one after the other.
+            intermediates_only: return no final features.
+            output_dict: return a dict with 'image_intermediates' and 'image_features'.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        take_indices, _ = feature_take_indices(LEVELS, indices)
+        height, width = x.shape[-2:]
+        x = self.forward_features(x)
+        grid = self.patch_embed.dynamic_feat_size((height, width))
+        last = x.unflatten(1, grid).permute(0, 3, 1, 2).contiguous()  # (B, D, H, W)
+        intermediates = []
+        for i in sorted(set(take_indices)):
+            stride = self.feature_info[i]["reduction"]
+            y = self.pyramid[str(i)](last)[..., : -(-height // stride), : -(-width // stride)]
+            if norm:
+                y = self.norm(y.movedim(1, -1)).movedim(-1, 1)
+            intermediates.append(y if output_fmt == "NCHW" else y.flatten(2).transpose(1, 2))
+        if output_dict:
+            features = {} if intermediates_only else {"image_features": x}
+            return {"image_intermediates": intermediates, **features}
+        return intermediates if intermediates_only else (x, intermediates)
+
+    @torch.jit.ignore
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the maps that are not requested; all blocks stay, every map needs them."""
+        take_indices, _ = feature_take_indices(LEVELS, indices)
+        for i in map(str, range(LEVELS)):
+            if int(i) not in take_indices and i in self.pyramid:
+                del self.pyramid[i]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take_indices
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Weights of a plain model are complete: the pyramid keeps its own."""
+        own = self.state_dict()
+        new = missing_pyramid(state_dict, own, prefix)
+        if new:
+            levels = ", ".join(f"pyramid.{i}.*" for i in self.pyramid)
+            _logger.warning("the weights have no pyramid: its %d tensors are new (%s)", len(new), levels)
+        state_dict.update({prefix + name: own[name] for name in new})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "hgrn_pyramid_tiny.untrained": _cfg(),
+        "hgrn_pyramid_small.untrained": _cfg(),
+    }
+)
+
+
+def _create_hgrn_pyramid(variant: str, pretrained: bool, **kwargs) -> HgrnPyramid:
+    out_indices = kwargs.pop("out_indices", (0, 1, 2, 3))
+    return build_model_with_cfg(
+        HgrnPyramid,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+        **kwargs,
+    )
+
+
+@register_model
+def hgrn_pyramid_tiny(pretrained: bool = False, **kwargs) -> HgrnPyramid:
+    """HGRN-Tiny on 16x16 patches with feature maps at strides 4, 8, 16 and 32."""
+    model_args = dict(patch_size=16, embed_dim=192, depth=12)
+    return _create_hgrn_pyramid("hgrn_pyramid_tiny", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn_pyramid_small(pretrained: bool = False, **kwargs) -> HgrnPyramid:
+    """HGRN-Small on 16x16 patches with feature maps at strides 4, 8, 16 and 32."""
+    model_args = dict(patch_size=16, embed_dim=384, depth=12)
+    return _create_hgrn_pyramid("hgrn_pyramid_small", pretrained, **dict(model_args, **kwargs))
