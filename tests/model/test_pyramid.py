@@ -392,7 +392,7 @@ def test_torchvision_detectors(name, size):
 
 def test_the_readmes_example_of_maps_runs(smp):
     blocks = (Path(__file__).parents[2] / "README.md").read_text().split("```python\n")[1:]
-    (example,) = [block.split("```")[0] for block in blocks if "hgrn_pyramid_tiny" in block]
+    (example,) = [block for block in (text.split("```")[0] for text in blocks) if "hgrn_pyramid_tiny" in block]
     names = {}
     exec(example, names)
     assert names["masks"].shape == (1, 21, 320, 480)
