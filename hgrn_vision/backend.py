@@ -24,19 +24,21 @@ Tensor = torch.Tensor
 
 
 class ScanKernels(Protocol):
-    """The scan that kernels/reference.py defines."""
+    """The scan that kernels/reference.py defines, on one sequence (width 0) or on rows of `width` tokens."""
 
     @staticmethod
-    def states_shape(B: int, T: int, D: int, K: int) -> tuple[int, int, int, int]:
+    def states_shape(B: int, T: int, D: int, K: int, width: int = 0) -> tuple[int, ...]:
         """Shape of the states that forward saves for backward."""
 
     @staticmethod
-    def forward(x: Tensor, lower_bound: Tensor, theta: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        x: Tensor, lower_bound: Tensor, theta: Tensor, bias: Tensor | None, width: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """The gated states (B, T, 2D) in the dtype of x, and the states for backward in the dtype of lower_bound."""
 
     @staticmethod
     def backward(
-        dout: Tensor, x: Tensor, lower_bound: Tensor, theta: Tensor, bias: Tensor | None, states: Tensor
+        dout: Tensor, x: Tensor, lower_bound: Tensor, theta: Tensor, bias: Tensor | None, states: Tensor, width: int = 0
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dx, dbias (empty without a bias), dlower_bound and dtheta."""
 

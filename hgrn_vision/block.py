@@ -27,17 +27,18 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         self.drops = proj_drop > 0 or drop_path > 0
 
-    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor, grid: tuple[int, int] | None = None) -> torch.Tensor:
+        """Tokens (B, T, D) to tokens; lower_bound (D,) and grid as for the mixer."""
         # not self.training: dropout layers may be left on in evaluation, to sample from a model
         if self.drops and (self.drop_path.training or self.mixer.proj_drop.training or self.mlp.proj_drop.training):
-            x = x + self.drop_path(self.mixer(self.norm1(x), lower_bound))
+            x = x + self.drop_path(self.mixer(self.norm1(x), lower_bound, grid=grid))
             return x + self.drop_path(self.mlp(self.norm2(x)))
         if not torch.jit.is_scripting():
             out = self.fused_forward(x, lower_bound)
             if out is not None:
                 return out
         # the same sums; the last matmul of each branch accumulates into the residual
-        x = self.mixer(self.norm1(x), lower_bound, x)
+        x = self.mixer(self.norm1(x), lower_bound, x, grid)
         return self.mlp(self.norm2(x), x)
 
     @torch.jit.unused
@@ -64,6 +65,8 @@ class Block(nn.Module):
         """Whether every layer is as it was built, without hooks and without a replaced forward."""
         mixer, mlp = self.mixer, self.mlp
         if type(mixer) is not Hgru or type(mlp) is not Glu or not mixer.output_gate or mixer.gate_after_norm:
+            return False
+        if mixer.scan != "1d" or mixer.local_conv is not None:
             return False
         norms = self.norm1, mixer.norm, self.norm2
         linears = mixer.in_proj, mixer.out_proj, mlp.fc1, mlp.fc2

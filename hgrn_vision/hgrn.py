@@ -28,7 +28,9 @@ from torch import nn
 from .block import Block
 from .layers import (
     FORGET_GATES,
+    LOCAL_CONVS,
     LOWER_BOUNDS,
+    SCANS,
     AblatedHgru,
     Hgru,
     PaddedPatchEmbed,
@@ -75,7 +77,11 @@ class HgrnDeit(nn.Module):
         lower_bound: 'increasing' with depth; 'none'; 'independent' for each layer; 'decreasing'.
         complex_state: False keeps the rotation at zero.
         data_dependent_theta: the rotation is a projection of the token.
-        bidirectional: False scans from the first token to the last only.
+        bidirectional: False scans from the first token to the last only; with scan='2d', to the right and downwards.
+        scan: '1d' scans all tokens, row after row; '2d' scans the rows and the columns of the image and sums their
+            states, as the authors' code for the image tasks of Long Range Arena does. It changes no parameter.
+        local_conv: side of a depthwise convolution over the grid of tokens before each mixer's projection, 3 or 5; 0
+            for none. It starts as the identity.
     """
 
     dynamic_img_size: torch.jit.Final[bool]
@@ -105,6 +111,8 @@ class HgrnDeit(nn.Module):
         complex_state: bool = True,
         data_dependent_theta: bool = False,
         bidirectional: bool = True,
+        scan: str = "1d",
+        local_conv: int = 0,
         device=None,
         dtype=None,
     ):
@@ -113,6 +121,8 @@ class HgrnDeit(nn.Module):
         _check_choice("global_pool", global_pool, POOLS)
         _check_choice("forget_gate", forget_gate, FORGET_GATES)
         _check_choice("lower_bound", lower_bound, LOWER_BOUNDS)
+        _check_choice("scan", scan, SCANS)
+        _check_choice("local_conv", local_conv, LOCAL_CONVS)
         _check_ablations(output_gate, gate_after_norm, forget_gate, lower_bound, complex_state, data_dependent_theta)
         norm_layer = get_norm_layer(norm_layer) or nn.LayerNorm
         act_layer = get_act_layer(act_layer) or nn.SiLU
@@ -144,6 +154,8 @@ class HgrnDeit(nn.Module):
             output_gate=output_gate,
             gate_after_norm=gate_after_norm,
             complex_state=complex_state,
+            scan=scan,
+            local_conv=local_conv,
             proj_drop=proj_drop_rate,
             norm_layer=norm_layer,
             **dd,
@@ -218,24 +230,25 @@ class HgrnDeit(nn.Module):
     @torch.jit.ignore
     def recurrences(self, x: torch.Tensor) -> Iterator[Recurrence]:
         """The intermediate values of each block's scan for images (B, C, H, W), one block after the other."""
-        x = self.embed(x)
+        x, grid = self.embed(x)
         for block, bound in zip(self.blocks, self.layer_bounds(), strict=False):
-            yield block.mixer.recurrence(block.norm1(x), bound)
-            x = block(x, bound)
+            yield block.mixer.recurrence(block.norm1(x), bound, grid)
+            x = block(x, bound, grid)
 
     @torch.jit.ignore
     def forget_gates(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The decay of every token in every block for images (B, C, H, W), each (B, T, D)."""
         return [recurrence.decay for recurrence in self.recurrences(x)]
 
-    def embed(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens (B, T, D) of images (B, C, H, W)."""
+    def embed(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Tokens (B, T, D) of images, and the rows and columns of patches that they are."""
         pad = self.patch_embed.dynamic_img_pad
         check_image(
             x, self.in_chans, self.patch_embed.patch_size, self.patch_embed.img_size, self.dynamic_img_size, pad
         )
         # contiguous: every matmul and scan that follows runs along a token's channels
-        return self.patch_embed(x).contiguous()
+        x = self.patch_embed(x).contiguous()
+        return x.flatten(1, 2), (x.shape[1], x.shape[2])
 
     def forward_intermediates(
         self,
@@ -261,17 +274,15 @@ class HgrnDeit(nn.Module):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
-        height, width = x.shape[-2:]
-        x = self.embed(x)
+        x, grid = self.embed(x)
         bounds = self.layer_bounds()
         intermediates = []
         for i, block in enumerate(self.blocks[: max_index + 1] if stop_early else self.blocks):
-            x = self.run_block(block, x, bounds[i])
+            x = self.run_block(block, x, bounds[i], grid)
             if i in take_indices:
                 intermediates.append(self.norm(x) if norm else x)
         if output_fmt == "NCHW":
-            H, W = self.patch_embed.dynamic_feat_size((height, width))
-            intermediates = [y.unflatten(1, (H, W)).permute(0, 3, 1, 2).contiguous() for y in intermediates]
+            intermediates = [y.unflatten(1, grid).permute(0, 3, 1, 2).contiguous() for y in intermediates]
         if output_dict:
             features = {} if intermediates_only else {"image_features": x}
             return {"image_intermediates": intermediates, **features}
@@ -290,18 +301,20 @@ class HgrnDeit(nn.Module):
             self.reset_classifier(0, "")
         return take_indices
 
-    def run_block(self, block: nn.Module, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+    def run_block(
+        self, block: nn.Module, x: torch.Tensor, lower_bound: torch.Tensor, grid: tuple[int, int]
+    ) -> torch.Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, x, lower_bound)
-        return block(x, lower_bound)
+            return checkpoint(block, x, lower_bound, grid)
+        return block(x, lower_bound, grid)
 
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens after the last block, (B, T, D), before the norm, which follows the pooling."""
-        x = self.embed(x)
+        x, grid = self.embed(x)
         bounds = self.layer_bounds()
         for i, block in enumerate(self.blocks):
             # TorchScript cannot pass a module to a function
-            x = block(x, bounds[i]) if torch.jit.is_scripting() else self.run_block(block, x, bounds[i])
+            x = block(x, bounds[i], grid) if torch.jit.is_scripting() else self.run_block(block, x, bounds[i], grid)
         return x
 
     def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
@@ -313,7 +326,7 @@ class HgrnDeit(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: str | int, choices: tuple[str | int, ...]) -> None:
     if value not in choices:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"HgrnDeit: {name} must be one of {known}, got {value!r}")
@@ -388,6 +401,10 @@ default_cfgs = generate_default_cfgs(
         "hgrn_deit_tiny_patch16_224.untrained": _cfg(),
         "hgrn_deit_small_patch16_224.untrained": _cfg(),
         "hgrn_deit_base_patch16_224.untrained": _cfg(),
+        "hgrn2d_deit_tiny.untrained": _cfg(),
+        "hgrn2d_deit_small.untrained": _cfg(),
+        "hgrn2d_deit_tiny_patch16_224.untrained": _cfg(),
+        "hgrn2d_deit_small_patch16_224.untrained": _cfg(),
         "hgrn1d_vit_tiny.untrained": _cfg(crop_pct=0.875),
         "hgrn1d_vit_small.untrained": _cfg(crop_pct=0.875),
     }
@@ -454,6 +471,34 @@ def hgrn_deit_base_patch16_224(pretrained: bool = False, **kwargs) -> HgrnDeit:
     """HGRN-Base on the 16x16 patches of DeiT."""
     model_args = dict(patch_size=16, embed_dim=768, depth=12)
     return _create_hgrn_deit("hgrn_deit_base_patch16_224", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn2d_deit_tiny(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Tiny that scans rows and columns of the image."""
+    model_args = dict(patch_size=14, embed_dim=192, depth=12, scan="2d")
+    return _create_hgrn_deit("hgrn2d_deit_tiny", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn2d_deit_small(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Small that scans rows and columns of the image."""
+    model_args = dict(patch_size=14, embed_dim=384, depth=12, scan="2d")
+    return _create_hgrn_deit("hgrn2d_deit_small", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn2d_deit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Tiny that scans rows and columns, on the 16x16 patches of DeiT."""
+    model_args = dict(patch_size=16, embed_dim=192, depth=12, scan="2d")
+    return _create_hgrn_deit("hgrn2d_deit_tiny_patch16_224", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def hgrn2d_deit_small_patch16_224(pretrained: bool = False, **kwargs) -> HgrnDeit:
+    """HGRN-Small that scans rows and columns, on the 16x16 patches of DeiT."""
+    model_args = dict(patch_size=16, embed_dim=384, depth=12, scan="2d")
+    return _create_hgrn_deit("hgrn2d_deit_small_patch16_224", pretrained, **dict(model_args, **kwargs))
 
 
 @register_model

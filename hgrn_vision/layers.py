@@ -9,17 +9,18 @@ from timm.layers import PatchEmbed, is_exportable, is_scriptable, register_notra
 from torch import nn
 
 from .glu import glu
-from .kernels.torch_scan import complex_scan, constant_angles
+from .kernels.torch_scan import scan_tokens, turned_angles
 from .recompute import recomputed
-from .scan import hgru_scan
+from .scan import check_grid, hgru_scan
 
+SCANS = ("1d", "2d")
+LOCAL_CONVS = (0, 3, 5)
 LOWER_BOUNDS = ("increasing", "none", "independent", "decreasing")
 FORGET_GATES = ("full", "bound_only", "none")
 
 
-# these look at dtypes and shapes: symbolic tracing takes each as one step
-register_notrace_function(complex_scan)
-register_notrace_function(constant_angles)
+# it looks at dtypes and shapes: symbolic tracing takes it as one step
+register_notrace_function(scan_tokens)
 
 
 @register_notrace_function
@@ -60,10 +61,10 @@ class PaddedPatchEmbed(PatchEmbed):
     """timm's patch embedding, except that images of whole patches are not copied to be padded."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens (B, T, D) of images (B, C, H, W), which the model has checked."""
+        """A map of tokens (B, H, W, D) of images, which the model has checked."""
         if self.dynamic_img_pad:
             x = pad_to_patches(x, self.patch_size)
-        return self.norm(self.proj(x).flatten(2).transpose(1, 2))
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 
 class DeferredBiasLinear(nn.Linear):
@@ -108,13 +109,37 @@ class RmsNorm(nn.Module):
         return x / (scale + self.eps)
 
 
+class LocalConv(nn.Conv2d):
+    """A depthwise convolution over the grid of tokens, zero beyond the image; at first it changes nothing."""
+
+    def __init__(self, dim: int, kernel_size: int, device=None, dtype=None):
+        super().__init__(
+            dim, dim, kernel_size, padding=kernel_size // 2, groups=dim, bias=False, device=device, dtype=dtype
+        )
+
+    def reset_parameters(self) -> None:
+        nn.init.dirac_(self.weight, groups=self.groups)
+
+    def forward(self, x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+        """Tokens (B, H W, D) to tokens."""
+        # channels stay last in memory
+        x = x.unflatten(1, [grid[0], grid[1]]).permute(0, 3, 1, 2)
+        return self._conv_forward(x, self.weight, self.bias).permute(0, 2, 3, 1).flatten(1, 2)
+
+
 class Recurrence(NamedTuple):
-    """h_t = decay_t exp(i (angle_t - angle_(t-1))) h_(t-1) + input_gate_t c_t, from either end of the tokens."""
+    """h_t = decay_t exp(i theta_t) h_(t-1) + input_gate_t c_t, from either end of the tokens or of rows and columns."""
 
     c: torch.Tensor  # real and imaginary parts, (B, T, 2, D)
     decay: torch.Tensor  # the forget gate, (B, T, D)
     input_gate: torch.Tensor  # 1 - decay, or 1 in a model without input gate, (B, T, D)
-    angles: torch.Tensor  # counted from where each direction starts, (K, 1 or B, T, D)
+    theta: torch.Tensor  # of each direction, (K, D), or of each token, (B, T, K, D)
+    grid: tuple[int, int] | None  # (H, W) where rows and columns are scanned
+
+    def angles(self, line: torch.Tensor, image: int) -> torch.Tensor:
+        """Angle turned up to each token of a scanned line, counted from where each direction starts, (K, T, D)."""
+        theta = self.theta if self.theta.dim() == 2 else self.theta[image : image + 1, line]
+        return turned_angles(theta, len(line))[:, 0]
 
 
 class Hgru(nn.Module):
@@ -126,6 +151,8 @@ class Hgru(nn.Module):
         output_gate: multiply the states by a sigmoid gate before the norm.
         gate_after_norm: multiply by a SiLU gate after the norm instead, as the authors' released image models do.
         complex_state: False keeps theta at zero, so that real and imaginary parts never mix.
+        scan: '1d', tokens are one sequence; '2d', rows and columns of the image are.
+        local_conv: side of a depthwise convolution over the tokens' grid before the projection, 0 for none.
         proj_drop: dropout of the output.
         norm_layer: norm of the 2D states.
     """
@@ -137,6 +164,8 @@ class Hgru(nn.Module):
         output_gate: bool = True,
         gate_after_norm: bool = False,
         complex_state: bool = True,
+        scan: str = "1d",
+        local_conv: int = 0,
         proj_drop: float = 0.0,
         norm_layer: type[nn.Module] = nn.LayerNorm,
         device=None,
@@ -148,6 +177,8 @@ class Hgru(nn.Module):
         self.bidirectional = bidirectional
         self.output_gate = output_gate
         self.gate_after_norm = gate_after_norm
+        self.scan = scan
+        self.local_conv = LocalConv(dim, local_conv, **dd) if local_conv else None
         # rows [c_re | c_im | f | g_re | g_im]
         self.in_proj = DeferredBiasLinear(dim, (5 if output_gate else 3) * dim, **dd)
         theta = torch.empty(2 if bidirectional else 1, dim, **dd)
@@ -171,24 +202,48 @@ class Hgru(nn.Module):
             else:
                 self.theta.zero_()
 
-    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        lower_bound: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
         """Mix tokens.
 
         Args:
             x: tokens (B, T, D).
             lower_bound: this layer's, (D,), in float32 or float64.
             residual: added to the output; there is no dropout then.
+            grid: (H, W) of the tokens, row by row; only a one-dimensional scan without convolution does without.
         """
-        z = self.in_proj(x)  # (B, T, 5D), bias to come
+        scanned = self.scanned_grid(x, grid)
+        z = self.in_proj(self.mix_neighbours(x, grid))  # (B, T, 5D), bias to come
         bias = self.in_proj.bias.to(lower_bound.dtype)
         theta = self.theta.to(lower_bound.dtype)
         if self.gate_after_norm:
             split = 3 * self.dim
-            h = hgru_scan(z[..., :split], lower_bound, theta, bias=bias[:split], backend=self.backend)
+            h = hgru_scan(z[..., :split], lower_bound, theta, bias=bias[:split], backend=self.backend, grid=scanned)
             gate = F.silu(z[..., split:] + bias[split:].to(z.dtype))
             return self.drop(self.out_proj(self.norm(h) * gate, residual), residual)
-        h = hgru_scan(z, lower_bound, theta, bias=bias, backend=self.backend)
+        h = hgru_scan(z, lower_bound, theta, bias=bias, backend=self.backend, grid=scanned)
         return self.drop(self.project(h, residual), residual)
+
+    def scanned_grid(self, x: torch.Tensor, grid: tuple[int, int] | None) -> tuple[int, int] | None:
+        """The grid that the scan runs over, None for one sequence."""
+        if self.scan == "1d" and self.local_conv is None:
+            return None
+        if grid is None:
+            raise ValueError(f"the mixer needs the grid of its {x.shape[1]} tokens, got none")
+        if not torch.jit.is_scripting():
+            check_grid(grid, x.shape[1])
+        return grid if self.scan == "2d" else None
+
+    def mix_neighbours(self, x: torch.Tensor, grid: tuple[int, int] | None) -> torch.Tensor:
+        """The local convolution, where there is one."""
+        if self.local_conv is None or grid is None:
+            return x
+        return self.local_conv(x, grid)
 
     def project(self, h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Norm and output projection of the gated states (B, T, 2D)."""
@@ -201,19 +256,21 @@ class Hgru(nn.Module):
     def drop(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return self.proj_drop(x) if residual is None else x
 
-    def recurrence(self, x: torch.Tensor, lower_bound: torch.Tensor) -> Recurrence:
+    def recurrence(self, x: torch.Tensor, lower_bound: torch.Tensor, grid: tuple[int, int] | None = None) -> Recurrence:
         """The intermediate values of the scan, for analysis; arguments as for forward."""
+        scanned = self.scanned_grid(x, grid)
+        x = self.mix_neighbours(x, grid)
         z = self.in_proj(x).to(lower_bound.dtype) + self.in_proj.bias.to(lower_bound.dtype)
         c = F.silu(z[..., : 2 * self.dim]).unflatten(-1, (2, self.dim))
-        return Recurrence(c, *self.gates(z, lower_bound), self.angles(x, lower_bound))
+        return Recurrence(c, *self.gates(z, lower_bound), self.turns(x, lower_bound), scanned)
 
     def gates(self, z: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Decay and input gate, each (B, T, D)."""
         return forget_gate(z[..., 2 * self.dim : 3 * self.dim], lower_bound)
 
-    def angles(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
-        """Angle turned up to each token, counted from where each direction starts, (K, 1 or B, T, D)."""
-        return constant_angles(self.theta.to(lower_bound.dtype), x.shape[1])
+    def turns(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+        """The rotation of every step, (K, D), or of each token's own, (B, T, K, D)."""
+        return self.theta.to(lower_bound.dtype)
 
 
 class AblatedHgru(Hgru):
@@ -252,12 +309,20 @@ class AblatedHgru(Hgru):
         if self.theta is not None:
             super().reset_parameters()
 
-    def forward(self, x: torch.Tensor, lower_bound: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        lower_bound: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
         D = self.dim
+        scanned = self.scanned_grid(x, grid)
+        x = self.mix_neighbours(x, grid)
         z = self.in_proj(x).to(lower_bound.dtype) + self.in_proj.bias.to(lower_bound.dtype)
         decay, input_gate = self.gates(z, lower_bound)
         c = F.silu(z[..., : 2 * D]).unflatten(-1, (2, D))
-        h = complex_scan(decay, input_gate.unsqueeze(-2) * c, self.angles(x, lower_bound)).flatten(-2)
+        h = scan_tokens(decay, input_gate.unsqueeze(-2) * c, self.turns(x, lower_bound), scanned).flatten(-2)
         if self.output_gate and not self.gate_after_norm:
             h = h * torch.sigmoid(z[..., -2 * D :])
         h = self.norm(h.to(x.dtype))
@@ -278,14 +343,10 @@ class AblatedHgru(Hgru):
             input_gate = torch.ones_like(decay)
         return decay, input_gate
 
-    def angles(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
+    def turns(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
         if self.theta_proj is None:
-            return constant_angles(self.theta.to(lower_bound.dtype), x.shape[1])
-        theta = self.theta_proj(x).to(lower_bound.dtype).unflatten(-1, (-1, self.dim))  # (B, T, K, D)
-        forward = theta[:, :, 0].cumsum(dim=1)
-        if not self.bidirectional:
-            return forward.unsqueeze(0)
-        return torch.stack([forward, theta[:, :, 1].flip(1).cumsum(dim=1)])
+            return self.theta.to(lower_bound.dtype)
+        return self.theta_proj(x).to(lower_bound.dtype).unflatten(-1, (-1, self.dim))
 
 
 class Glu(nn.Module):

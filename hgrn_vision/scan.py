@@ -6,6 +6,9 @@ from timm.layers import register_notrace_function
 from .backend import backend_for, has_kernels, kernels, needs_dispatcher
 from .kernels import torch_scan
 
+# backends whose kernels take a grid
+GRID_BACKENDS: tuple[str, ...] = ()
+
 
 @register_notrace_function
 def hgru_scan(
@@ -14,28 +17,42 @@ def hgru_scan(
     theta: torch.Tensor,
     bias: torch.Tensor | None = None,
     backend: str | None = None,
+    grid: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Gates, recurrence in one or both directions and output gate of an HGRU layer, in one operation.
 
     Args:
         x: pre-activations (B, T, 5D) = [c_re | c_im | f | g_re | g_im], or (B, T, 3D) without the output gate.
         lower_bound: lower bound of the forget gate, (D,), float32, or float64 when x is.
-        theta: rotation per token, (K, D), same dtype: K = 2 for both directions, K = 1 for first to last.
+        theta: rotation per token, (K, D), same dtype: K = 2 for both directions, K = 1 for first to last. On a grid
+            the first row turns the scans to the right and downwards, the second those to the left and upwards.
         bias: of the projection that made x, added here; same dtype as lower_bound.
         backend: 'triton', 'cpu', 'torch', or 'auto'; by default what `set_backend` chose.
+        grid: (H, W) of tokens in row-major order, to scan rows and columns and sum their states; None scans all tokens
+            as one sequence.
 
     Returns:
         The gated states (B, T, 2D) = [Re | Im] in the dtype of x.
     """
     if torch.jit.is_scripting():
-        return torch_scan.hgru_scan(x, lower_bound, theta, bias)
+        return torch_scan.hgru_scan(x, lower_bound, theta, bias, grid)
     _check(x, lower_bound, theta, bias)
+    if grid is not None:
+        check_grid(grid, x.shape[1])
     backend = backend_for(x, backend)
-    if not has_kernels(backend, "scan"):
-        return torch_scan.hgru_scan(x, lower_bound, theta, bias)
+    if not has_kernels(backend, "scan") or (grid is not None and backend not in GRID_BACKENDS):
+        return torch_scan.hgru_scan(x, lower_bound, theta, bias, grid)
+    width = 0 if grid is None else grid[1]
     if needs_dispatcher(x, lower_bound, theta, bias):
-        return _scan(x, lower_bound, theta, bias, backend)[0]
-    return kernels(backend, "scan").forward(x, lower_bound, theta, bias)[0]
+        return _scan(x, lower_bound, theta, bias, backend, width)[0]
+    return kernels(backend, "scan").forward(x, lower_bound, theta, bias, width)[0]
+
+
+def check_grid(grid: tuple[int, int], T: int) -> None:
+    """Refuse a grid that the tokens do not fill."""
+    H, W = grid
+    if H * W != T:
+        raise ValueError(f"a grid of {H} x {W} has {H * W} tokens, x has {T}")
 
 
 def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -67,17 +84,17 @@ def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias
 # compilers cache graphs on disk under this name: a new layout of the states needs a new name
 @torch.library.custom_op("hgrn_vision::scan", mutates_args=())
 def _scan(
-    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, backend: str
+    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, backend: str, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated states, and the states that enter each chunk of tokens, from which backward recomputes the rest."""
-    return kernels(backend, "scan").forward(x, lower_bound, theta, bias)
+    """The gated states, and the states from which backward recomputes the rest; width 0 is one sequence."""
+    return kernels(backend, "scan").forward(x, lower_bound, theta, bias, width)
 
 
 @_scan.register_fake
-def _(x, lower_bound, theta, bias, backend):
+def _(x, lower_bound, theta, bias, backend, width):
     B, T, _ = x.shape
     K, D = theta.shape
-    return x.new_empty(B, T, 2 * D), lower_bound.new_empty(kernels(backend, "scan").states_shape(B, T, D, K))
+    return x.new_empty(B, T, 2 * D), lower_bound.new_empty(kernels(backend, "scan").states_shape(B, T, D, K, width))
 
 
 @torch.library.custom_op("hgrn_vision::scan_backward", mutates_args=())
@@ -89,26 +106,27 @@ def _scan_backward(
     bias: torch.Tensor | None,
     states: torch.Tensor,
     backend: str,
+    width: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return kernels(backend, "scan").backward(dout, x, lower_bound, theta, bias, states)
+    return kernels(backend, "scan").backward(dout, x, lower_bound, theta, bias, states, width)
 
 
 @_scan_backward.register_fake
-def _(dout, x, lower_bound, theta, bias, states, backend):
+def _(dout, x, lower_bound, theta, bias, states, backend, width):
     dbias = lower_bound.new_empty(0) if bias is None else torch.empty_like(bias)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, dbias, torch.empty_like(lower_bound), torch.empty_like(theta)
 
 
 def _save_for_backward(ctx, inputs, output):
-    x, lower_bound, theta, bias, ctx.backend = inputs
+    x, lower_bound, theta, bias, ctx.backend, ctx.width = inputs
     ctx.save_for_backward(x, lower_bound, theta, bias, output[1])
 
 
 def _backward(ctx, dout, _):
     x, lower_bound, theta, bias, states = ctx.saved_tensors
-    dx, dbias, dlower_bound, dtheta = _scan_backward(dout, x, lower_bound, theta, bias, states, ctx.backend)
-    return dx, dlower_bound, dtheta, None if bias is None else dbias, None
+    dx, dbias, dlower_bound, dtheta = _scan_backward(dout, x, lower_bound, theta, bias, states, ctx.backend, ctx.width)
+    return dx, dlower_bound, dtheta, None if bias is None else dbias, None, None
 
 
 _scan.register_autograd(_backward, setup_context=_save_for_backward)

@@ -37,6 +37,10 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
         if weight.shape[1] == model.in_chans and model.in_chans > 3:
             # timm adapts only from 3 channels and would drop a projection that already fits
             model.pretrained_cfg["first_conv"] = None
+    for name, tensor in model.state_dict().items():
+        # weights of a model without local convolutions begin with convolutions that change nothing
+        if name.endswith("mixer.local_conv.weight") and name not in state_dict:
+            state_dict[name] = nn.init.dirac_(torch.empty_like(tensor), groups=tensor.shape[0])
     return state_dict
 
 

@@ -16,13 +16,13 @@ def chunk_length(T: int) -> int:
     return -(-T // (4 * -(-T // (4 * CHUNK))))
 
 
-def states_shape(B: int, T: int, D: int, K: int) -> tuple[int, int, int, int]:
+def states_shape(B: int, T: int, D: int, K: int, width: int = 0) -> tuple[int, int, int, int]:
     """Shape of the states that enter each chunk of tokens: (B, chunks, [Re, Im] of each direction, channels)."""
     return B, -(-T // chunk_length(T)), 2 * K, _padded(D)
 
 
 def forward(
-    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, width: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan of x (B, T, 5D or 3D) as the reference defines it: out (B, T, 2D), and the states backward needs."""
     B, T, width = x.shape
@@ -30,7 +30,7 @@ def forward(
     fields = width // D
     out = torch.empty(B, T, 2 * _padded(D), dtype=x.dtype)
     real = lower_bound.dtype
-    states = torch.empty(states_shape(B, T, D, K), dtype=real)
+    states = torch.empty(states_shape(B, T, D, K, width), dtype=real)
     decays = torch.empty(B, states.shape[1], _padded(D), dtype=real)
     tokens = torch.empty(_padded(D) // BD if B == 1 else threads(x), T, 3 * BD, dtype=real)
     inputs = _pad(x, D), *_constants(lower_bound, theta, bias, fields)
@@ -46,6 +46,7 @@ def backward(
     theta: torch.Tensor,
     bias: torch.Tensor | None,
     states: torch.Tensor,
+    width: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients (dx, dbias, dlower_bound, dtheta) for dout (B, T, 2D); dbias is empty without a bias."""
     B, T, width = x.shape

@@ -17,7 +17,11 @@ EXPORT_LEVELS = 10
 
 
 def hgru_scan(
-    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    lower_bound: torch.Tensor,
+    theta: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    grid: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """The scan of `kernels/reference.py` (same arguments), computed in the dtype of lower_bound, returned in x's."""
     D = lower_bound.shape[0]
@@ -29,17 +33,54 @@ def hgru_scan(
     decay = lower_bound + (1 - lower_bound) * torch.sigmoid(f)
     # 1 - decay, by sigmoid(-f): a subtraction would cancel where the decay is near 1
     rest = (1 - lower_bound) * torch.sigmoid(-f)
-    h = complex_scan(decay, rest.unsqueeze(-2) * c, constant_angles(theta, x.shape[1])).flatten(-2)  # (B, T, 2D)
+    h = scan_tokens(decay, rest.unsqueeze(-2) * c, theta, grid).flatten(-2)  # (B, T, 2D)
     if x.shape[-1] == 5 * D:
         h = h * torch.sigmoid(z[..., 3 * D :])
     return h.to(x.dtype)
 
 
-def constant_angles(theta: torch.Tensor, T: int) -> torch.Tensor:
-    """Angle turned up to each token when every step turns by theta (K, D): (K, 1, T, D).
+def scan_tokens(
+    decay: torch.Tensor, x: torch.Tensor, theta: torch.Tensor, grid: tuple[int, int] | None
+) -> torch.Tensor:
+    """The recurrence along all tokens, or along the rows and along the columns of their grid, summed.
 
-    In float64: in float32, after 100 tokens t * theta is off by as much as the state's own rounding.
+    Args:
+        decay: (B, T, D).
+        x: real and imaginary parts of the input, (B, T, 2, D).
+        theta: rotation per token, (K, D), or of each token, (B, T, K, D).
+        grid: (H, W), or None for one sequence of all tokens.
     """
+    if grid is None:
+        return complex_scan(decay, x, turned_angles(theta, x.shape[1]))
+    H, W = grid
+    total = torch.zeros_like(x)
+    for columns in (False, True):
+        angles = turned_angles(theta if theta.dim() == 2 else lines(theta, H, W, columns), H if columns else W)
+        h = complex_scan(lines(decay, H, W, columns), lines(x, H, W, columns), angles)
+        h = h.unflatten(0, (-1, W if columns else H))  # (B, lines, tokens of each, 2, D)
+        total = total + (h.transpose(1, 2) if columns else h).flatten(1, 2)
+    return total
+
+
+def lines(x: torch.Tensor, H: int, W: int, columns: bool) -> torch.Tensor:
+    """The rows (B H, W, ...) or the columns (B W, H, ...) of tokens (B, H W, ...)."""
+    x = x.unflatten(1, (H, W))
+    return (x.transpose(1, 2) if columns else x).flatten(0, 1)
+
+
+def turned_angles(theta: torch.Tensor, T: int) -> torch.Tensor:
+    """Angle turned up to each token, counted from where each direction starts, (K, 1 or B, T, D).
+
+    Args:
+        theta: the turn of every step, (K, D), or of each token's own, (B, T, K, D).
+        T: number of tokens.
+    """
+    if theta.dim() == 4:
+        forward = theta[:, :, 0].cumsum(dim=1)
+        if theta.shape[2] == 1:
+            return forward.unsqueeze(0)
+        return torch.stack([forward, theta[:, :, 1].flip(1).cumsum(dim=1)])
+    # in float64: in float32, after 100 tokens t * theta is off by as much as the state's own rounding
     steps = torch.arange(T, device=theta.device, dtype=torch.float32 if theta.device.type == "mps" else torch.float64)
     return (theta.to(steps.dtype).unsqueeze(1) * steps.unsqueeze(-1)).unsqueeze(1)
 

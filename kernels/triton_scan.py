@@ -366,7 +366,7 @@ def backward_apply_kernel(
     store_rows(sums + i_c * SUMS * D + o_d, total, D, mask)
 
 
-def states_shape(B: int, T: int, D: int, K: int) -> tuple[int, int, int, int]:
+def states_shape(B: int, T: int, D: int, K: int, width: int = 0) -> tuple[int, int, int, int]:
     """Shape of what forward saves for backward: the states entering each chunk and 1 - the product of its decays."""
     return B, (T + CT - 1) // CT, 2 * K + 1, D
 
@@ -399,7 +399,7 @@ def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 def forward(
-    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, width: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output (B, T, 2D) in the dtype of x, and what backward needs besides the input, `states_shape` in float32.
 
@@ -413,7 +413,7 @@ def forward(
     (K, D), (B, T, width) = theta.shape, x.shape
     blocks, chunks = triton.cdiv(D, BD), triton.cdiv(T, CT)
     rotation = token_and_chunk_rotation(theta)
-    states = x.new_empty(states_shape(B, T, D, K), dtype=torch.float32)
+    states = x.new_empty(states_shape(B, T, D, K, width), dtype=torch.float32)
     out = x.new_empty(B, T, 2 * D)
     if B > 0:
         shape = dict(T=T, D=D, K=K, CT=CT, BD=BD)
@@ -433,6 +433,7 @@ def backward(
     theta: torch.Tensor,
     bias: torch.Tensor | None,
     states: torch.Tensor,
+    width: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx in the dtype of x, and dbias (empty without a bias), dlower_bound and dtheta in float32.
 

@@ -98,7 +98,7 @@ TABLE = [
     (
         "hgrn_vision/inference",
         "__init__ pretrained classify interpret metrics",
-        ("inference", "train", "data", "weights"),
+        ("inference", "train", "data", "weights", "layers"),
     ),
     (
         "hgrn_vision/commands",

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..data.images import MAX_PIXELS, BadImage, open_image
 from ..data.transforms import unnormalise
-from ..inference.interpret import evidence, mixing_strength
+from ..inference.interpret import describe_scan, evidence, mixing_strength
 from ..inference.pretrained import LoadedModel, load_model
 from ..report.explanation import ExplainedImage, Explanation, render_explanation
 from ..report.gates import GateStatistics
@@ -100,7 +100,7 @@ def explain_image(
     target = int(best[0]) if target is None else target
     label = printable(loaded.class_names[target])
     found = evidence(model, tensor, target, steps)
-    both_ways = len(recurrence.angles) == 2
+    scan = describe_scan(recurrence)
     return ExplainedImage(
         name=name,
         answers=[(printable(loaded.class_names[i]), float(probabilities[i])) for i in best],
@@ -108,7 +108,7 @@ def explain_image(
         gain=found.gain,
         total=float(found.cells.sum()),
         evidence=to_png(evidence_figure(_pixels(loaded, tensor), found.cells, model.patch_embed.patch_size, label)),
-        mixing=to_png(mixing_figure(strengths, found.cells.shape, int(found.cells.argmax()), both_ways)),
+        mixing=to_png(mixing_figure(strengths, found.cells.shape, int(found.cells.argmax()), scan)),
     )
 
 

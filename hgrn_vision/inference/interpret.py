@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..layers import Recurrence
+
 STEPS_AT_ONCE = 8
 
 
@@ -29,32 +31,58 @@ def mixing_rows(decay: torch.Tensor, input_gate: torch.Tensor) -> Iterator[torch
         yield row
 
 
-def mixing_matrix(recurrence: NamedTuple, image: int = 0) -> torch.Tensor:
+def scanned_lines(recurrence: Recurrence) -> list[torch.Tensor]:
+    """The tokens of every sequence that a layer scans: all of them, or those of each row and of each column."""
+    tokens = torch.arange(recurrence.decay.shape[1])
+    return [tokens] if recurrence.grid is None else [*tokens.view(recurrence.grid), *tokens.view(recurrence.grid).T]
+
+
+def mixing_matrix(recurrence: Recurrence, image: int = 0) -> torch.Tensor:
     """The complex token-mixing matrix A of a layer in every channel, h = A c, summed over directions: (D, T, T)."""
-    matrix = 0
-    for direction, angles in enumerate(recurrence.angles):
-        angle = angles[min(image, len(angles) - 1)]  # (T, D)
-        decay, input_gate = recurrence.decay[image], recurrence.input_gate[image]
-        if direction == 1:
-            decay, input_gate = decay.flip(0), input_gate.flip(0)
-        decays = torch.stack(list(mixing_rows(decay, input_gate)))  # (T, T, D)
-        turned = angle.unsqueeze(1) - angle.unsqueeze(0)
-        one = torch.polar(decays.to(turned.dtype), turned).permute(2, 0, 1)
-        matrix = matrix + (one.flip(1, 2) if direction == 1 else one)
+    T, D = recurrence.decay.shape[1:]
+    matrix = torch.zeros(D, T, T, dtype=torch.complex128, device=recurrence.decay.device)
+    for line in scanned_lines(recurrence):
+        total = 0
+        for direction, angle in enumerate(recurrence.angles(line, image)):  # (tokens of the line, D)
+            decay, input_gate = recurrence.decay[image, line], recurrence.input_gate[image, line]
+            if direction == 1:
+                decay, input_gate = decay.flip(0), input_gate.flip(0)
+            decays = torch.stack(list(mixing_rows(decay, input_gate)))
+            turned = angle.unsqueeze(1) - angle.unsqueeze(0)
+            one = torch.polar(decays.to(turned.dtype), turned).permute(2, 0, 1)
+            total = total + (one.flip(1, 2) if direction == 1 else one)
+        matrix[:, line[:, None], line] += total
     return matrix
 
 
-def mixing_strength(recurrence: NamedTuple, image: int = 0) -> np.ndarray:
-    """|A| of a layer, averaged over channels and summed over directions, (T, T).
+def mixing_strength(recurrence: Recurrence, image: int = 0) -> np.ndarray:
+    """|A| of each scan of a layer, averaged over channels and summed over directions, (T, T).
 
     The rotation does not change absolute values, so that the decays are enough.
     """
-    decay, input_gate = recurrence.decay[image], recurrence.input_gate[image]
-    strength = torch.stack([row.mean(dim=-1) for row in mixing_rows(decay, input_gate)])
-    if len(recurrence.angles) == 2:
-        rows = mixing_rows(decay.flip(0), input_gate.flip(0))
-        strength = strength + torch.stack([row.mean(dim=-1) for row in rows]).flip(0, 1)
-    return strength.cpu().numpy()
+    T = recurrence.decay.shape[1]
+    total = recurrence.decay.new_zeros(T, T)
+    for line in scanned_lines(recurrence):
+        decay, input_gate = recurrence.decay[image, line], recurrence.input_gate[image, line]
+        strength = torch.stack([row.mean(dim=-1) for row in mixing_rows(decay, input_gate)])
+        if scans_both_ways(recurrence):
+            rows = mixing_rows(decay.flip(0), input_gate.flip(0))
+            strength = strength + torch.stack([row.mean(dim=-1) for row in rows]).flip(0, 1)
+        total[line[:, None], line] += strength
+    return total.cpu().numpy()
+
+
+def scans_both_ways(recurrence: Recurrence) -> bool:
+    """Whether a layer scans from both ends."""
+    return recurrence.theta.shape[-2] == 2
+
+
+def describe_scan(recurrence: Recurrence) -> str:
+    """Where a layer's scans run, as one reads it off its mixing matrix."""
+    both = scans_both_ways(recurrence)
+    if recurrence.grid is None:
+        return "below the diagonal first to last token, above it last to first" if both else "first to last token"
+    return "along rows and columns, both ways" if both else "along rows to the right and columns downwards"
 
 
 class Evidence(NamedTuple):

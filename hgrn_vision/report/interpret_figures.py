@@ -61,14 +61,14 @@ def _ridges(axes: Axes, median: np.ndarray, shares: np.ndarray) -> None:
 
 
 @paper_style()
-def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], token: int, both_ways: bool) -> Figure:
+def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], token: int, scan: str) -> Figure:
     """|A| of some layers, and below each what one token gathers, laid out as in the image.
 
     Args:
         strengths: number of a layer, from 1, to its matrix (T, T).
         grid: rows and columns of patches.
         token: whose row is laid out.
-        both_ways: the scan runs from both ends.
+        scan: where the scans run, for the title.
     """
     count = len(strengths)
     figure = Figure(figsize=(2.5 * count + 1.2, 5.6), layout="constrained")
@@ -89,8 +89,7 @@ def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], to
     axes[0, 0].set(ylabel="into the state of token")
     axes[1, 0].set(ylabel=f"into token {token + 1}, on the image")
     figure.colorbar(image, ax=axes, shrink=0.6, label="|A|, mean over channels", extend="min")
-    ways = "below the diagonal first to last token, above it last to first" if both_ways else "first to last token"
-    figure.suptitle(f"Token mixing: {ways}", fontsize=9.5)
+    figure.suptitle(f"Token mixing: {scan}", fontsize=9.5)
     return figure
 
 

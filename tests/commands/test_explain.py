@@ -31,6 +31,9 @@ ABLATIONS = {
     "real state": {"complex_state": False},
     "rotation by token": {"data_dependent_theta": True},
     "gate after norm": {"gate_after_norm": True},
+    "rows and columns": {"scan": "2d"},
+    "rows and columns, one direction": {"scan": "2d", "bidirectional": False, "local_conv": 3},
+    "rows and columns, rotation by token": {"scan": "2d", "data_dependent_theta": True},
 }
 ablations = pytest.mark.parametrize("ablation", ABLATIONS.values(), ids=ABLATIONS)
 
@@ -111,7 +114,7 @@ def test_gate_table_equals_what_hooks_measure(ablation):
         np.testing.assert_allclose(shares[i], want, atol=2 / gate.size)
 
 
-@pytest.mark.parametrize("name", ["full", "no forget gate", "one direction"])
+@pytest.mark.parametrize("name", ["full", "no forget gate", "one direction", "rows and columns"])
 def test_command_on_ablated_models(name, tmp_path, capsys):
     ablation = ABLATIONS[name]
     model = random_model(**ablation)

@@ -120,10 +120,13 @@ ABLATIONS = [
     {"data_dependent_theta": True, "bidirectional": False},
     {"forget_gate": "none", "lower_bound": "none", "output_gate": False},
     {"gate_after_norm": True, "complex_state": False},
+    {"scan": "2d", "local_conv": 3},
 ]
 
 
-@pytest.mark.parametrize("ablation", ABLATIONS, ids=["rotation by token", "no gates", "released, real"])
+@pytest.mark.parametrize(
+    "ablation", ABLATIONS, ids=["rotation by token", "no gates", "released, real", "rows and columns"]
+)
 def test_ablated_models_take_any_size(ablation, tmp_path):
     save(tmp_path, **ablation)
     program = export.trace(load_model(str(tmp_path), "cpu", exportable=True)).module()

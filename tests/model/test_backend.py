@@ -148,10 +148,10 @@ def test_glu_refuses_a_bias_of_another_width(name, width, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_operators_pass_pytorchs_checks(dtype):
     args = inputs(2, 35, 5, 2, 5, dtype=dtype)
-    torch.library.opcheck(_scan, (*args, "cpu"))
+    torch.library.opcheck(_scan, (*args, "cpu", 0))
     plain = [t.detach() for t in args]
-    out, states = _scan(*plain, "cpu")
-    torch.library.opcheck(_scan_backward, (torch.randn_like(out), *plain, states, "cpu"))
+    out, states = _scan(*plain, "cpu", 0)
+    torch.library.opcheck(_scan_backward, (torch.randn_like(out), *plain, states, "cpu", 0))
     x, bias = torch.randn(3, 4, 10, dtype=dtype, requires_grad=True), torch.randn(10, dtype=dtype, requires_grad=True)
     torch.library.opcheck(_glu, (x, bias, "cpu"))
     torch.library.opcheck(_glu_backward, (torch.randn(3, 4, 5, dtype=dtype), x.detach(), bias.detach(), "cpu"))

@@ -25,6 +25,10 @@ PARAMETERS = {  # the paper's table 7 prints 6.1M and 23.7M
     "hgrn_deit_tiny_patch16_224": 6_142_120,
     "hgrn_deit_small_patch16_224": 23_784_808,
     "hgrn_deit_base_patch16_224": 93_574_888,
+    "hgrn2d_deit_tiny": 6_107_560,
+    "hgrn2d_deit_small": 23_715_688,
+    "hgrn2d_deit_tiny_patch16_224": 6_142_120,
+    "hgrn2d_deit_small_patch16_224": 23_784_808,
     "hgrn1d_vit_tiny": 6_107_560,
     "hgrn1d_vit_small": 23_715_688,
 }
@@ -40,7 +44,11 @@ ABLATIONS = [
     dict(complex_state=False),
     dict(data_dependent_theta=True),
     dict(bidirectional=False),
+    dict(scan="2d"),
+    dict(scan="2d", gate_after_norm=True),
+    dict(scan="2d", data_dependent_theta=True),
 ]
+LOCAL = [dict(local_conv=3), dict(local_conv=5, scan="2d"), dict(local_conv=3, input_gate=False)]
 
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=3, num_classes=10)
@@ -56,7 +64,7 @@ def images(size=32, batch=2, channels=3):
 
 
 def test_registry():
-    assert len(MODELS) == 8 and set(PARAMETERS) == set(MODELS)
+    assert len(MODELS) == 12 and set(PARAMETERS) == set(MODELS)
     for name in MODELS:
         cfg = timm.get_pretrained_cfg(name)
         assert cfg is not None and cfg.architecture == name
@@ -91,7 +99,9 @@ def test_sizes_and_names(name):
     assert state == expected
 
 
-@pytest.mark.parametrize("name", ["hgrn_deit_tiny", "hgrn_deit_small_patch16_224", "hgrn1d_vit_tiny"])
+@pytest.mark.parametrize(
+    "name", ["hgrn_deit_tiny", "hgrn_deit_small_patch16_224", "hgrn1d_vit_tiny", "hgrn2d_deit_tiny"]
+)
 def test_forward_at_the_default_size(name):
     model = timm.create_model(name).eval()
     with torch.no_grad():
@@ -99,7 +109,7 @@ def test_forward_at_the_default_size(name):
     assert out.shape == (1, 1000) and torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize("options", [{}, *ABLATIONS], ids=str)
+@pytest.mark.parametrize("options", [{}, *ABLATIONS, *LOCAL], ids=str)
 @pytest.mark.parametrize("size", [16, 32, 48])
 def test_backward_reaches_every_parameter(size, options):
     model = small(**options)
@@ -119,6 +129,51 @@ def test_ablations_change_the_output(options):
     ablated.load_state_dict(shared, strict=False)
     x = images()
     assert (full(x) - ablated(x)).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("name", ["hgrn_deit_tiny", "hgrn2d_deit_tiny"])
+@pytest.mark.parametrize("local_conv", [3, 5])
+def test_a_new_local_convolution_changes_nothing(name, local_conv, tmp_path):
+    plain, model = small(name).eval(), small(name, local_conv=local_conv).eval()
+    torch.save(plain.state_dict(), tmp_path / "plain.pth")
+    hgrn_vision.load_checkpoint(model, tmp_path / "plain.pth")
+    x = images(40)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+    source = dict(file=str(tmp_path / "plain.pth"), num_classes=10)
+    loaded = small(name, local_conv=local_conv, pretrained=True, pretrained_cfg_overlay=source).eval()
+    torch.testing.assert_close(loaded(x), plain(x), rtol=1e-5, atol=1e-6)
+    nn.init.normal_(model.blocks[0].mixer.local_conv.weight)
+    torch.save(model.state_dict(), tmp_path / "local.pth")
+    hgrn_vision.load_checkpoint(loaded, tmp_path / "local.pth")
+    assert torch.equal(loaded(x), model(x)) and (model(x) - plain(x)).abs().max() > 1e-3
+
+
+def test_weights_of_one_dimension_load_in_two():
+    line, grid = small().eval(), small("hgrn2d_deit_tiny").eval()
+    assert {k: v.shape for k, v in line.state_dict().items()} == {k: v.shape for k, v in grid.state_dict().items()}
+    grid.load_state_dict(line.state_dict())
+    x = images()
+    assert (grid(x) - line(x)).abs().max() > 1e-4
+    back = small("hgrn2d_deit_tiny", scan="1d").eval()
+    back.load_state_dict(grid.state_dict())
+    assert torch.equal(back(x), line(x))
+
+
+def test_images_of_a_batch_do_not_mix():
+    model = small("hgrn2d_deit_tiny", local_conv=5).eval()
+    for block in model.blocks:
+        nn.init.normal_(block.mixer.local_conv.weight)
+    x = images((24, 40), batch=3)
+    want = torch.cat([model(image[None]) for image in x])
+    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
+
+
+def test_turning_the_image_turns_the_map_of_a_grid_scan():
+    """Rows and columns are scanned alike, so that a transposed image gives the transposed map."""
+    model = small("hgrn2d_deit_tiny", patch_size=1).double().eval()
+    x = images((5, 7), batch=1).double()
+    (whole,), (turned,) = (model.forward_intermediates(y, 1, intermediates_only=True) for y in (x, x.transpose(2, 3)))
+    torch.testing.assert_close(turned.transpose(2, 3), whole, rtol=0, atol=1e-10)
 
 
 def test_ablations_have_no_unused_parameters():
@@ -376,7 +431,7 @@ def test_bad_images(x, options, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("options", [{}, *ABLATIONS], ids=str)
+@pytest.mark.parametrize("options", [{}, *ABLATIONS, *LOCAL], ids=str)
 def test_torchscript(options):
     model = small(scriptable=True, **options).eval()
     x = images()
@@ -386,7 +441,7 @@ def test_torchscript(options):
     torch.testing.assert_close(scripted(images(56)).shape, model(images(56)).shape)
 
 
-@pytest.mark.parametrize("options", [{}, *ABLATIONS], ids=str)
+@pytest.mark.parametrize("options", [{}, *ABLATIONS, *LOCAL], ids=str)
 def test_fx_tracing_is_bit_equal_and_scripts(options):
     # a width that the kernel for whole blocks takes
     model = small(**options, embed_dim=32).eval()
@@ -408,7 +463,11 @@ def test_fx_traced_backward():
     assert all(p.grad is not None for p in traced.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, dict(gate_after_norm=True), dict(input_gate=False)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(gate_after_norm=True), dict(input_gate=False), dict(scan="2d", local_conv=3)],
+    ids=str,
+)
 def test_compile_fullgraph(options):
     model = small(**options)
     x = images()
@@ -434,8 +493,9 @@ def test_export_with_dynamic_batch(exportable):
         assert not any("hgrn" in target for target in called)
 
 
-def test_export_with_dynamic_size():
-    model = small(exportable=True).eval()
+@pytest.mark.parametrize("options", [{}, dict(scan="2d", local_conv=3)], ids=str)
+def test_export_with_dynamic_size(options):
+    model = small(exportable=True, **options).eval()
     batch, rows, columns = (torch.export.Dim(n, min=2, max=40) for n in ("batch", "rows", "columns"))
     shapes = ({0: batch, 2: 8 * rows, 3: 8 * columns},)
     program = torch.export.export(model, (images((40, 56), batch=3),), dynamic_shapes=shapes)

@@ -1,5 +1,7 @@
 """The mixer and its ablations against the paper's equations, written out here once more, token by token."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,8 @@ from torch import nn
 
 from hgrn_vision.layers import AblatedHgru, Glu, Hgru, RmsNorm, lower_bounds
 
-B, T, D = 2, 9, 6
+B, T, D = 2, 12, 6
+GRID = (3, 4)
 
 
 def plain_hgru(
@@ -21,8 +24,12 @@ def plain_hgru(
     data_dependent_theta=False,
     bidirectional=True,
     gate_after_norm=False,
+    scan="1d",
 ):
-    """The equations of the paper's section 3 on one layer's weights, one token at a time."""
+    """The equations of the paper's section 3 on one layer's weights, one token at a time.
+
+    In two dimensions those of the authors' BiHgru2d: the same recurrence along every row and every column of GRID.
+    """
     rows = dict(c_re=D, c_im=D)
     if forget_gate == "full":
         rows["f"] = D
@@ -34,9 +41,11 @@ def plain_hgru(
     c = torch.complex(F.silu(part["c_re"]), F.silu(part["c_im"]))
 
     h = torch.zeros(B, T, D, dtype=torch.complex128)
-    for k in range(2 if bidirectional else 1):
+    H, W = GRID
+    lines = [[i * W + j for j in range(W)] for i in range(H)] + [[i * W + j for i in range(H)] for j in range(W)]
+    for line, k in product(lines if scan == "2d" else [range(T)], range(2 if bidirectional else 1)):
         state = torch.zeros(B, D, dtype=torch.complex128)
-        for t in range(T) if k == 0 else range(T - 1, -1, -1):
+        for t in line if k == 0 else reversed(line):
             theta = layer.theta_proj(x[:, t]).split(D, dim=-1)[k] if data_dependent_theta else layer.theta[k]
             if forget_gate == "full":
                 decay = lower_bound + (1 - lower_bound) * torch.sigmoid(part["f"][:, t])
@@ -72,6 +81,12 @@ ABLATIONS = [
     dict(data_dependent_theta=True, bidirectional=False),
     dict(forget_gate="none", output_gate=False, bidirectional=False),
     dict(input_gate=False, gate_after_norm=True),
+    dict(scan="2d"),
+    dict(scan="2d", gate_after_norm=True),
+    dict(scan="2d", bidirectional=False),
+    dict(scan="2d", output_gate=False),
+    dict(scan="2d", data_dependent_theta=True),
+    dict(scan="2d", forget_gate="none"),
 ]
 
 
@@ -85,7 +100,7 @@ def test_mixer_computes_the_papers_equations(options):
     layer = randomised(make_mixer(options))
     x = torch.randn(B, T, D, dtype=torch.float64)
     lower_bound = torch.rand(D, dtype=torch.float64)
-    assert (layer(x, lower_bound) - plain_hgru(layer, x, lower_bound, **options)).abs().max() < 1e-10
+    assert (layer(x, lower_bound, grid=GRID) - plain_hgru(layer, x, lower_bound, **options)).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("options", ABLATIONS[1:], ids=str)
@@ -99,7 +114,7 @@ def test_every_ablation_changes_the_numbers_and_drops_what_it_does_not_use(optio
     ablated.load_state_dict(shared, strict=False)
     x = torch.randn(B, T, D, dtype=torch.float64)
     lower_bound = torch.rand(D, dtype=torch.float64)
-    out = ablated(x, lower_bound)
+    out = ablated(x, lower_bound, grid=GRID)
     assert (out - full(x, lower_bound)).abs().max() > 1e-3
     out.pow(2).sum().backward()
     idle = [name for name, p in ablated.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
@@ -112,6 +127,35 @@ def test_real_state_is_a_zero_theta_in_the_same_layout():
     assert layer.theta.shape == (2, D) and not layer.theta.any()
     x, lower_bound = torch.randn(B, T, D, dtype=torch.float64), torch.rand(D, dtype=torch.float64)
     assert (layer(x, lower_bound) - plain_hgru(layer, x, lower_bound)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("side", [3, 5])
+@pytest.mark.parametrize("scan", ["1d", "2d"])
+def test_the_local_convolution_mixes_the_neighbours_of_each_token(scan, side):
+    layer, plain = randomised(Hgru(D, scan=scan, local_conv=side)), Hgru(D, scan=scan).double()
+    weight = layer.local_conv.weight  # (D, 1, side, side)
+    plain.load_state_dict({name: tensor for name, tensor in layer.state_dict().items() if "local" not in name})
+    x, lower_bound = torch.randn(B, T, D, dtype=torch.float64), torch.rand(D, dtype=torch.float64)
+    H, W = GRID
+    mixed = torch.zeros_like(x)
+    for i, j, di, dj in product(range(H), range(W), range(side), range(side)):
+        row, column = i + di - side // 2, j + dj - side // 2
+        if 0 <= row < H and 0 <= column < W:
+            mixed[:, i * W + j] += weight[:, 0, di, dj] * x[:, row * W + column]
+    want = plain(mixed, lower_bound, grid=GRID)
+    assert (layer(x, lower_bound, grid=GRID) - want).abs().max() < 1e-10
+    recurrences = layer.recurrence(x, lower_bound, GRID), plain.recurrence(mixed, lower_bound, GRID)
+    assert (recurrences[0].c - recurrences[1].c).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("options", [dict(scan="2d"), dict(local_conv=3), dict(scan="2d", input_gate=False)], ids=str)
+def test_a_grid_that_is_missing_or_has_other_tokens_is_one_clear_line(options):
+    layer, x, lower_bound = make_mixer(options), torch.randn(B, T, D), torch.rand(D)
+    with pytest.raises(ValueError, match="needs the grid of its 12 tokens"):
+        layer(x, lower_bound)
+    # a class token before those of the patches
+    with pytest.raises(ValueError, match="a grid of 3 x 4 has 12 tokens, x has 13"):
+        layer(torch.randn(B, T + 1, D), lower_bound, grid=GRID)
 
 
 def test_theta_starts_as_rotary_angles():

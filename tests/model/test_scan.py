@@ -21,6 +21,27 @@ def test_torch_backend_matches_reference(shape, parts, K):
         assert relative_error(got[name], want[name]) < 1e-12, name
 
 
+GRIDS = [(1, 7), (6, 1), (3, 5), (16, 16), (2, 9)]
+
+
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("parts", [3, 5])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_torch_backend_on_a_grid_matches_reference(grid, parts, K):
+    args = inputs(2, grid[0] * grid[1], 3, K, parts)
+    got = with_grads(hgru_scan, *args, backend="torch", grid=grid)
+    want = with_grads(reference.hgru_scan, *args, grid=grid)
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-12, name
+
+
+def test_a_large_grid_matches_reference():
+    args = inputs(1, 64 * 64, 2, 2, 5)
+    got, want = (with_grads(scan, *args, grid=(64, 64)) for scan in (hgru_scan, reference.hgru_scan))
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-12, name
+
+
 @pytest.mark.parametrize("T", [1, 2, 16, 37, 196])
 def test_the_algorithm_for_symbolic_lengths_matches_reference(T):
     x, lower_bound, theta, _ = inputs(2, T, 5, 1, 3, grad=False)
@@ -74,6 +95,23 @@ def test_equals_the_dense_token_mixing_matrix(K):
     assert (reference.hgru_scan(x, lower_bound, theta) - want).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_grid_equals_dense_matrices_of_its_rows_and_columns(K):
+    B, H, W, D = 2, 3, 4, 5
+    x, lower_bound, theta, _ = inputs(B, H * W, D, K, 3, grad=False)
+    c = torch.complex(*torch.nn.functional.silu(x[..., : 2 * D]).unflatten(-1, (2, D)).unbind(-2)).unflatten(1, (H, W))
+    decay = (lower_bound + (1 - lower_bound) * torch.sigmoid(x[..., 2 * D :])).unflatten(1, (H, W))
+    h = torch.zeros_like(c)
+    for k in range(K):
+        for i in range(H):
+            h[:, i] += torch.einsum("btsd,bsd->btd", dense_mixing_matrix(decay[:, i], theta[k], k), c[:, i])
+        for j in range(W):
+            h[:, :, j] += torch.einsum("btsd,bsd->btd", dense_mixing_matrix(decay[:, :, j], theta[k], k), c[:, :, j])
+    want = torch.cat([h.real, h.imag], dim=-1).flatten(1, 2)
+    assert (hgru_scan(x, lower_bound, theta, grid=(H, W)) - want).abs().max() < 1e-10
+    assert (reference.hgru_scan(x, lower_bound, theta, grid=(H, W)) - want).abs().max() < 1e-10
+
+
 def test_reversing_tokens_and_swapping_thetas_reverses_the_output():
     x, lower_bound, theta, bias = inputs(2, 19, 4, 2, 5, grad=False)
     out = hgru_scan(x, lower_bound, theta, bias=bias)
@@ -81,8 +119,9 @@ def test_reversing_tokens_and_swapping_thetas_reverses_the_output():
     torch.testing.assert_close(out, mirrored, rtol=0, atol=1e-12)
 
 
-def test_gradcheck():
-    assert torch.autograd.gradcheck(hgru_scan, inputs(1, 5, 2, 2, 5))
+@pytest.mark.parametrize("grid", [None, (2, 3)])
+def test_gradcheck(grid):
+    assert torch.autograd.gradcheck(lambda *args: hgru_scan(*args, grid=grid), inputs(1, 6, 2, 2, 5))
 
 
 def test_memory_follows_the_lower_bound():
@@ -125,6 +164,7 @@ def bad(**changes):
         (bad(lower_bound=lambda t: t[None]), "lower_bound must be"),
         (bad(bias=lambda t: t[:9]), r"bias must be \(15,\)"),
         (bad(theta=lambda t: t.to("meta")), "theta is on meta, x on cpu"),
+        (bad() | {"grid": (2, 3)}, "a grid of 2 x 3 has 6 tokens, x has 4"),
     ],
 )
 def test_bad_input_is_one_clear_line(args, message):
