@@ -4,7 +4,8 @@ import pytest
 import timm
 
 import hgrn_vision  # noqa: F401
-from hgrn_vision.data.spec import DataSpec, ImageSettings, resolve_spec
+from hgrn_vision.data.spec import DataSettings, DataSpec, ImageSettings, resolve_spec
+from hgrn_vision.train.config import TrainConfig
 
 SMALL = {"embed_dim": 16, "depth": 1, "num_classes": 2}
 
@@ -32,3 +33,8 @@ def test_a_grey_model_wants_one_channel():
 def test_a_share_that_is_none(holdout):
     with pytest.raises(ValueError, match=f"holdout must be between 0 and 1, got {holdout}"):
         ImageSettings("digits", holdout=holdout)
+
+
+def test_a_run_has_all_the_settings_that_data_ask_for():
+    settings = TrainConfig()
+    assert all(hasattr(settings, name) for name in DataSettings.__annotations__)

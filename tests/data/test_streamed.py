@@ -1,33 +1,34 @@
-"""Images that come in turn, of one worker: what it makes of them, without the processes."""
+"""Images that come in turn, of one worker: what it makes of them, without the processes and with them."""
 
 import io
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
+import torch
+from image_data import SPEC, config, flat, png, write_tar
+from torch.utils.data import get_worker_info
 
 from hgrn_vision.data import streamed
 from hgrn_vision.data.batches import BadRecord
-from hgrn_vision.data.spec import DataSpec
+from hgrn_vision.data.loaders import EvalLoader, TrainLoader
+from hgrn_vision.data.splits import open_splits
 from hgrn_vision.train.config import TrainConfig
 
-SPEC = DataSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3, "bicubic", 1.0)
 CONFIG = TrainConfig(batch_size=4, micro_batch=2, workers=3)
 
 
 @pytest.fixture(autouse=True)
 def worker(monkeypatch):
-    """Worker 1 of 3."""
+    """Worker 1 of 3, where this is no worker process."""
     info = SimpleNamespace(id=1, num_workers=3)
-    monkeypatch.setattr(streamed, "get_worker_info", lambda: info)
+    monkeypatch.setattr(streamed, "get_worker_info", lambda: get_worker_info() or info)
     return info
 
 
-def png(red: int) -> io.BytesIO:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (red, 0, 0)).save(buffer, "PNG")
-    return io.BytesIO(buffer.getvalue())
+def red_file(red: int) -> io.BytesIO:
+    return io.BytesIO(png((red, 0, 0)))
 
 
 class Reader:
@@ -40,7 +41,7 @@ class Reader:
         self.passes += 1
         assert self.passes < 100, "read without end"
         for number, red in enumerate(self.reds):
-            yield (io.BytesIO(b"no image") if red is None else png(red)), number % 2
+            yield (io.BytesIO(b"no image") if red is None else red_file(red)), number % 2
 
 
 def stream(*reds, **settings):
@@ -62,7 +63,7 @@ def test_what_cannot_be_read_is_listed_and_left_out():
 @pytest.mark.parametrize("label", [-1, 2])
 def test_labels_that_are_no_class(label):
     with pytest.raises(ValueError, match=f"label {label} in data with 2 classes; --classes sets them"):
-        next(streamed.readable(stream(), iter([(png(1), label)]), []))
+        next(streamed.readable(stream(), iter([(red_file(1), label)]), []))
 
 
 def test_images_come_over_and_over_unless_there_are_none():
@@ -139,3 +140,42 @@ def test_an_epoch_starts_at_its_beginning_with_workers_of_its_own(monkeypatch):
     assert events == [("reader", 3), ("open", 1, 3, 1), "close", ("reader", 4), ("open", 1, 4, 2), "close"]
     with pytest.raises(ValueError, match="cannot start at step 2 of an epoch"):
         epochs.start(5, 2, 0)
+
+
+def test_webdataset_streams(tmp_path):
+    pytest.importorskip("webdataset")
+    for shard in range(3):
+        members = {}
+        for i in range(shard * 10, shard * 10 + 10):
+            members |= {f"{i:03}.png": png((i * 8, 0, 0)), f"{i:03}.cls": str(i % 4).encode()}
+        write_tar(tmp_path / f"set-{shard}.tar", members)
+    names = "set-{0..2}.tar|30"
+    settings = config(
+        dataset="wds/",
+        data=str(tmp_path),
+        train_split=names,
+        val_split=names,
+        classes="4",
+        batch_size=8,
+        micro_batch=4,
+        workers=2,
+    )
+    train, validation = open_splits(settings)
+    assert not train.indexed and len(train) == 30 and train.class_names == ["0", "1", "2", "3"]
+    loader = TrainLoader(train, settings, SPEC)
+    first, again = flat(loader, 1), flat(TrainLoader(open_splits(settings)[0], settings, SPEC), 1)
+    assert len(first[1]) == 24 and torch.equal(first[0], again[0]) and not torch.equal(flat(loader, 2)[0], first[0])
+    with pytest.raises(ValueError, match="only at its beginning"):
+        next(loader.epoch(1, first_step=2))
+    reds = []
+    for rank in range(2):
+        for batch in EvalLoader(validation, settings, SPEC, rank, 2):
+            assert (batch.images[:, 0, 0, 0] // 8 % 4).tolist() == batch.targets.tolist()
+            reds += (batch.images[:, 0, 0, 0] // 8).tolist()
+    assert sorted(reds) == list(range(30))
+    with pytest.raises(ValueError, match="--classes"):
+        open_splits(config(dataset="wds/", data=str(tmp_path), train_split=names))
+    narrow = TrainLoader(open_splits(replace(settings, classes="2"))[0], settings, SPEC)
+    with pytest.raises(ValueError, match="label 2 in data with 2 classes"):
+        next(narrow.epoch(0))
+    narrow.close()

@@ -1,0 +1,120 @@
+"""Splits: what is found where, how classes are matched by name, what is held out."""
+
+import logging
+
+import numpy as np
+import pytest
+from image_data import SPEC, config, png, tree, write
+
+from hgrn_vision.data.loaders import TrainLoader
+from hgrn_vision.data.splits import open_splits, open_validation, steps_per_epoch, stratified_holdout
+
+
+def test_digits_are_split_by_class_and_not_by_seed():
+    train, validation = open_splits(config())
+    assert (len(train), len(validation)) == (1438, 359)
+    assert train.class_names == validation.class_names == list("0123456789")
+    assert not set(train.rows) & set(validation.rows)
+    shares = np.bincount(validation.labels) / (np.bincount(train.labels) + np.bincount(validation.labels))
+    np.testing.assert_allclose(shares, 0.2, atol=0.003)
+    np.testing.assert_array_equal(open_splits(config(seed=7, data="digits"))[1].rows, validation.rows)
+    np.testing.assert_array_equal(open_validation(config(), train.class_names).rows, validation.rows)
+    image = validation.load(3)
+    assert image.size == (8, 8) and image.mode == "RGB" and image.getextrema()[0] == (0, 255)
+
+
+def test_validation_classes_are_looked_up_by_name(tmp_path, caplog):
+    tree(tmp_path / "train", **{"ant": 3, "Bär mit Hut": 2, "cat": 2, "dog": 1})
+    tree(tmp_path / "val", **{"cat": 2, "dog": 1, "zebra": 4})
+    (tmp_path / "val" / "ant").mkdir()
+    write(tmp_path / "val" / "dog" / "deeper" / "2.JPG", png((1, 1, 1)))
+    write(tmp_path / "val" / "dog" / "._2.jpg", b"a file manager's note")
+    write(tmp_path / "val" / "dog" / "notes.txt", b"not an image")
+    write(tmp_path / "val" / "stray.png")
+    with caplog.at_level(logging.WARNING):
+        train, validation = open_splits(config(data=str(tmp_path)))
+    assert train.class_names == ["ant", "Bär mit Hut", "cat", "dog"]
+    found = {validation.image_name(i): train.class_names[validation.labels[i]] for i in range(len(validation))}
+    assert found == {"cat/0.png": "cat", "cat/1.png": "cat", "dog/0.png": "dog", "dog/deeper/2.JPG": "dog"}
+    assert "4 validation images are left out" in caplog.text and "zebra" in caplog.text
+    assert np.asarray(train.load(3))[0, 0].tolist() == [10, 0, 0]
+
+
+def test_plain_class_folders_hold_some_out(tmp_path):
+    root = tree(tmp_path, a=10, b=5, c=1)
+    train, validation = open_splits(config(data=root, holdout=0.2))
+    assert np.bincount(train.labels).tolist() == [8, 4, 1]
+    assert np.bincount(validation.labels).tolist() == [2, 1]
+    assert len(open_validation(config(data=root), ["b", "a"])) == 15
+    assert set(open_validation(config(data=root), ["b"]).labels) == {0}
+
+
+def test_holdout_is_stratified_and_complete():
+    labels = np.random.RandomState(0).randint(0, 7, 500)
+    kept, held_out = stratified_holdout(labels, 0.3, seed=1)
+    assert sorted([*kept, *held_out]) == list(range(500))
+    np.testing.assert_allclose(np.bincount(labels[held_out]), 0.3 * np.bincount(labels), atol=0.51)
+    assert not np.array_equal(held_out, stratified_holdout(labels, 0.3, seed=2)[1])
+
+
+def broken_trees(tmp_path):
+    tree(tmp_path / "one" / "train", cat=2)
+    tree(tmp_path / "one" / "val", cat=2)
+    tree(tmp_path / "apart" / "train", cat=2, dog=2)
+    tree(tmp_path / "apart" / "val", rose=2, lily=2)
+    tree(tmp_path / "noval" / "train", cat=2, dog=2)
+    tree(tmp_path / "single", cat=1, dog=1)
+    (tmp_path / "empty" / "train").mkdir(parents=True)
+    (tmp_path / "empty" / "val").mkdir()
+    write(tmp_path / "loose" / "train" / "1.png")
+    write(tmp_path / "loose" / "val" / "a" / "1.png")
+    write(tmp_path / "notes.txt", b"hello")
+    write(tmp_path / "hello.tar", b"hello")
+
+
+@pytest.mark.parametrize(
+    "name,holdout,message",
+    [
+        ("missing", 0, "no such file or folder"),
+        ("empty", 0, "no images in"),
+        ("one", 0, "only one class .cat."),
+        ("apart", 0, "no validation image.*found lily, rose, expected cat, dog"),
+        ("noval", 0, "no val or validation folder.*--holdout"),
+        ("single", 0.2, "too few to hold any out"),
+        ("loose", 0, "one sub-folder per class"),
+        ("notes.txt", 0, "neither a folder nor a .tar or .csv file"),
+        ("hello.tar", 0, "not an uncompressed tar file"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_in_one_line(tmp_path, name, holdout, message):
+    broken_trees(tmp_path)
+    with pytest.raises(ValueError, match=message) as error:
+        open_splits(config(data=str(tmp_path / name), holdout=holdout))
+    assert "\n" not in str(error.value)
+
+
+def test_too_few_images_for_a_batch(tmp_path):
+    train, _ = open_splits(config(data=tree(tmp_path, a=5, b=5), holdout=0.2))
+    with pytest.raises(ValueError, match="8 training images are fewer than one batch of 64.* to 8 or less"):
+        steps_per_epoch(train, config())
+
+
+def test_listed_classes_fix_the_order(tmp_path):
+    root = tree(tmp_path / "data", ant=4, bee=4)
+    (tmp_path / "classes.txt").write_text("bee\ncat\nant\n")
+    train, _ = open_splits(config(data=root, holdout=0.5, classes=str(tmp_path / "classes.txt")))
+    assert train.class_names == ["bee", "cat", "ant"] and set(train.labels) == {0, 2}
+    (tmp_path / "classes.txt").write_text("bee\ncat\n")
+    with pytest.raises(ValueError, match="not listed: ant"):
+        open_splits(config(data=root, holdout=0.5, classes=str(tmp_path / "classes.txt")))
+
+
+def test_eval_images_limits_validation_only():
+    train, validation = open_splits(config(eval_images=50))
+    assert (len(train), len(validation)) == (1438, 50) and len(set(validation.labels)) == 10
+
+
+def test_epoch_steps_caps_the_epoch():
+    train, _ = open_splits(config())
+    assert steps_per_epoch(train, config()) == 22
+    assert len(list(TrainLoader(train, config(epoch_steps=3), SPEC).epoch(0))) == 3
