@@ -259,16 +259,16 @@ def test_ctrl_c_and_a_closed_pipe_in_a_process_of_its_own(model, images, tmp_pat
     closed.stdout.close()
     waiting.stdin.write("\n".join(images).encode())
     waiting.stdin.flush()
-    end = time.monotonic() + 240
+    end = time.monotonic() + 900
     while not (out.exists() and list(out.iterdir())):
         assert waiting.poll() is None and time.monotonic() < end
         time.sleep(0.01)
     waiting.send_signal(signal.SIGINT)
-    assert waiting.wait(timeout=60) == 130
+    assert waiting.wait(timeout=900) == 130
     assert waiting.stderr.read().decode() == "hgrn-vision predict: interrupted\n"
     assert list(out.iterdir()) == []
     waiting.stdin.close()
-    assert closed.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert closed.wait(timeout=900) == 128 + signal.SIGPIPE
     assert closed.stderr.read() == b""
 
 
@@ -351,7 +351,7 @@ def test_what_is_not_wanted_any_more_is_not_read(model, images, monkeypatch):
         read.append(path)
         if len(read) == 5:
             started.set()
-            released.wait(10)
+            released.wait(900)
         return open_image(path)
 
     def cancelling(future):
@@ -363,7 +363,7 @@ def test_what_is_not_wanted_any_more_is_not_read(model, images, monkeypatch):
     monkeypatch.setattr(Future, "cancel", cancelling)
     answers = classify(load_model(model), images * 4, reading, batch_size=4)
     next(answers)
-    assert started.wait(60)
+    assert started.wait(900)
     answers.close()
     assert cancelled == [False, True, True, True] and len(read) == 5
 

@@ -4,6 +4,7 @@ The forked process has its own memory, signals, limits and exit code, as one sta
 importing torch are saved. `Launcher` is the client, and the file run as a script is the server.
 """
 
+import contextlib
 import json
 import os
 import pkgutil
@@ -27,7 +28,7 @@ class Process:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, seconds: float = 240) -> int:
+    def wait(self, seconds: float = 900) -> int:
         """Exit code, or minus the signal's number if a signal ended it; the process is killed when time is up."""
         return self.launcher.ask({"wait": self.pid, "seconds": seconds})
 
@@ -76,10 +77,7 @@ class Launcher:
         self, count: int, *arguments, moments: dict[int, tuple[int, str, str, int]] | None = None
     ) -> list[Process]:
         """As torchrun does, without its restarts; `moments` are by rank."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
         moments = moments or {}
         return [
@@ -95,6 +93,17 @@ class Launcher:
     def close(self) -> None:
         self.server.stdin.close()
         self.server.wait()
+
+
+def free_port() -> int:
+    """A port below those that the system gives to any connection, one of which could take it before rank 0 does."""
+    first = 10_000 + 97 * os.getpid() % 10_000
+    for port in range(first, first + 10_000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
 
 
 def serve() -> None:

@@ -50,7 +50,7 @@ def assert_same_weights(got: Checkpoint, want: Checkpoint) -> None:
             assert torch.equal(ours[name], tensor), f"{name} differs"
 
 
-def wait_for(condition, process, seconds: float = 240) -> None:
+def wait_for(condition, process, seconds: float = 900) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds} seconds: {process.output}"
@@ -143,7 +143,7 @@ def test_torchrun_restarts_a_killed_worker(launch):
     with open(log, "w") as stream:
         agent = subprocess.Popen([str(part) for part in command], stdout=stream, stderr=stream, env=environment)
     try:
-        assert agent.wait(timeout=240) == 0, log.read_text()
+        assert agent.wait(timeout=900) == 0, log.read_text()
     finally:
         agent.terminate()
     assert "continuing after step" in log.read_text()
