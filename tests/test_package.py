@@ -191,3 +191,14 @@ def test_a_plain_install_has_the_kernels_and_the_weights(tmp_path):
 def test_the_readmes_example_runs(tmp_path):
     example = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
     run(example, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "HGRN_VISION_BACKEND": "torch"})
+
+
+@pytest.mark.parametrize("folder", ["data", "report", "train", "inference"])
+def test_only_commands_print_and_parse(folder):
+    """The rest is used from Python too: showing things is the command's part."""
+    paths = list((ROOT / "hgrn_vision" / folder).glob("*.py"))
+    assert paths
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.Name) and node.id == "print"), path
+            assert not (isinstance(node, ast.Import) and "argparse" in [name.name for name in node.names]), path

@@ -180,5 +180,5 @@ def shrink(image: Image.Image, side: int) -> Image.Image:
     scale = side / min(image.size)
     if scale >= 1:
         return image
-    width, height = (max(side, round(n * scale)) for n in image.size)
+    width, height = (round(n * scale) for n in image.size)
     return image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)

@@ -1,6 +1,8 @@
 """The benchmark command on small models: its table, its chart, its figures."""
 
+import argparse
 import csv
+import itertools
 import math
 
 import pytest
@@ -9,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hgrn_vision import cli
 from hgrn_vision.commands import bench
+from hgrn_vision.report.speed import speed_chart
 
 
 @pytest.fixture
@@ -22,7 +25,9 @@ def small_models(monkeypatch):
     monkeypatch.setattr(bench.timm, "create_model", create_small)
 
 
-def test_table_and_chart(small_models, tmp_path, capsys):
+def test_table_and_chart(small_models, tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(bench, "speed_chart", lambda rows: drawn.extend(rows) or speed_chart(rows))
     argv = [
         "bench",
         "--models",
@@ -51,6 +56,8 @@ def test_table_and_chart(small_models, tmp_path, capsys):
         assert float(row["share_of_products"]) > 0
     assert printed.count("hgrn_deit_tiny_patch16_224") == 5 and "cpu backend" in printed
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    # one image alone is no speed to compare with those of batches
+    assert [row["task"] for row in drawn] == ["inference"] * 2 + ["training"] * 2
     assert cli.main(argv) == 2  # nothing is overwritten silently
     assert "--force" in capsys.readouterr().err
 
@@ -79,3 +86,96 @@ def test_best_times_takes_turns():
     calls = []
     times = bench.best_times([lambda: calls.append("a"), lambda: calls.append("b")], torch.device("cpu"), 0.0)
     assert calls == ["a", "b"] * 4 and all(0 <= t < math.inf for t in times)
+
+
+def settings(*argv):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return bench._settings(parser.parse_args(argv))
+
+
+def test_a_peer_for_each_model_a_batch_for_each_size_and_one_image_for_the_latency():
+    found = settings("--tasks", "inference", "latency")
+    sizes, first = {224: 32, 384: 10, 512: 6, 768: 2, 1024: 1}, {224: 1}
+    assert found == [
+        (model, peer, task, size, batch)
+        for model, peer in zip(bench.MODELS, bench.PEERS, strict=True)
+        for task, shapes in (("inference", sizes), ("latency", first))
+        for size, batch in shapes.items()
+    ]
+    one = settings("--peers", "resnet18", "--sizes", "4000", "--tasks", "training")
+    assert one == [(model, "resnet18", "training", 4000, 1) for model in bench.MODELS]
+    with pytest.raises(ValueError, match="3 models need as many --peers, or one for all; got 2"):
+        settings("--models", *bench.MODELS, "hgrn_deit_base")
+    with pytest.raises(ValueError, match="must be positive"):
+        settings("--threads", "-1")
+    with pytest.raises(ValueError, match="--batch needs one positive number"):
+        settings("--sizes", "224", "--batch", "0")
+
+
+@pytest.mark.parametrize("task", bench.TASKS)
+def test_a_row_is_made_of_what_was_measured(small_models, monkeypatch, task):
+    monkeypatch.setattr(bench, "best_times", lambda steps, device, seconds: [0.5, 0.25, 0.125])
+    memory = iter([3 * 2**20, 5 * 2**20])
+    monkeypatch.setattr(bench, "peak_memory", lambda step, device: next(memory))
+    name, peer = "hgrn_deit_tiny_patch16_224", "deit_tiny_patch16_224"
+    row = bench.measure(name, peer, task, 16, 4, torch.device("cpu"), torch.float32, 1.0)
+    assert row == bench.Row(
+        task=task,
+        size=16,
+        batch=4,
+        model=name,
+        peer=peer,
+        images_per_second=8.0,
+        peer_images_per_second=16.0,
+        ratio=0.5,
+        share_of_products=0.25,
+        memory_mb=3.0,
+        peer_memory_mb=5.0,
+        ns_per_pixel=5e8 / (4 * 256),
+        bytes_per_pixel=3 * 2**20 / (4 * 256),
+    )
+
+
+def test_training_learns_and_inference_does_not():
+    model, images = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)), torch.ones(2, 3, 2, 2)
+    before = model[1].weight.clone()
+    step = bench.inference_step(model, images)
+    assert not step().requires_grad and not model.training
+    assert torch.equal(model[1].weight, before)
+    bench.training_step(model, images)()
+    assert model.training and not torch.equal(model[1].weight, before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_matmuls_of_training_have_a_backward_pass(small_models):
+    model = bench._create("hgrn_deit_tiny_patch16_224", 16)
+    images, flops = torch.randn(2, 3, 16, 16), []
+    for backward in (False, True):
+        step = bench.matmuls_step(model, images, backward)
+        with FlopCounterMode(display=False) as counter:
+            step()
+        flops.append(counter.get_total_flops())
+    assert flops[1] == 3 * flops[0]
+
+
+def test_the_best_time_counts_until_the_seconds_are_over(monkeypatch):
+    """By a clock that only the steps move."""
+    clock, calls = [0.0], []
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+
+    def step(*seconds):
+        times = itertools.chain(seconds, itertools.repeat(seconds[-1]))
+
+        def go():
+            calls.append(seconds)
+            clock[0] += next(times)
+
+        return go
+
+    # the first call of each warms it up
+    assert bench.best_times([step(1, 5, 3, 4), step(1, 2, 2, 9)], torch.device("cpu"), 20.0) == [3, 2]
+    assert len(calls) == 2 * (1 + 3)
+    calls.clear()
+    assert bench.best_times([step(1, 1, 1, 1, 0.5, 2)], torch.device("cpu"), 4.0) == [0.5]
+    assert len(calls) == 1 + 5

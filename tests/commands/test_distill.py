@@ -4,8 +4,8 @@ import csv
 import shlex
 import shutil
 import signal
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from launcher import Launcher
@@ -15,7 +15,10 @@ from saved_models import CLASSES, save_model
 from hgrn_vision.cli import build_parser, main
 from hgrn_vision.commands import distill
 from hgrn_vision.train.checkpoint import read
-from hgrn_vision.train.config import read_yaml
+from hgrn_vision.train.config import TrainConfig, read_yaml
+from hgrn_vision.train.engine import Progress
+from hgrn_vision.train.observer import Outcome
+from hgrn_vision.train.recipes import DISTILL
 
 pytest.importorskip("onnxruntime")
 # everything on that could make a resumed run differ
@@ -220,24 +223,6 @@ def test_class_names_from_a_file(place, launch):
     assert read(place / "named" / "checkpoints" / "last.safetensors").class_names == ["one", "two", "three", "four"]
 
 
-@pytest.mark.parametrize("folders", [CLASSES, ["0", "1", "2"], ["Rose", "DAISY <B>", "2"]])
-def test_val_folders_are_named_by_class_or_number(place, folders):
-    from hgrn_vision.data.sources import Listing
-    from hgrn_vision.data.splits import match_folders
-
-    listing = Listing(None, np.arange(3), folders)
-    assert match_folders(listing, CLASSES, [()] * 3).tolist() == [0, 1, 2]
-
-
-def test_val_folders_may_be_wordnet_ids():
-    from hgrn_vision.data.imagenet import imagenet_aliases, imagenet_names
-    from hgrn_vision.data.sources import Listing
-    from hgrn_vision.data.splits import match_folders
-
-    listing = Listing(None, np.arange(4), ["n02123045", "281", "tiger_cat", "nothing"])
-    assert match_folders(listing, imagenet_names(1000), imagenet_aliases(1000)).tolist() == [281, 281, 282, -1]
-
-
 def test_settings_of_photographs(place):
     args = build_parser("distill").parse_args(
         ["distill", "a", "b", "--teacher", "t", "--output", str(place / "x"), "--val", "v", "--img-size", "98"]
@@ -249,3 +234,30 @@ def test_settings_of_photographs(place):
         ["distill", "a", "--teacher", "t", "--output", "x", "--teacher-size", "128", "--cache", "c", "--pack", "64"]
     )
     assert (distill.resolve(args).pack, distill.resolve(args).cache) == (64, "c")
+    # somewhat larger than what either of the two sees, as a crop needs
+    args = build_parser("distill").parse_args(
+        ["distill", "a", "--teacher", "t", "--output", "x", "--img-size", "84", "--teacher-size", "224"]
+    )
+    assert distill.resolve(args).pack == 256
+
+
+def test_flags_go_before_the_file_and_the_file_before_the_recipe(tmp_path):
+    (tmp_path / "mine.yaml").write_text("lr: 0.5\nepochs: 7\ncache: there\n")
+    given = ["distill", "a", "--teacher", "t", "--output", "x", "--config", str(tmp_path / "mine.yaml"), "--lr", "0.7"]
+    config = distill.resolve(build_parser("distill").parse_args(given))
+    assert (config.lr, config.epochs, config.cache, config.recipe) == (0.7, 7, "there", "distill")
+    assert config.batch_size == DISTILL.settings["batch_size"]
+
+
+def test_what_is_said_at_the_end(capsys):
+    row = {"epoch": 3, "agreement": 71.0, "val_top1": 40.0}
+    for val, status, said in (
+        ("", "finished", "finished: agreement with the teacher 71.00 (epoch 3)"),
+        ("val", "finished before", "finished before: agreement with the teacher 71.00, top-1 40.00 on val (epoch 3)"),
+        ("", "stopped", "stopped at step 9 (SIGINT); the same command continues"),
+    ):
+        progress = Progress(updates=9, best=row, history=[{**row, "epoch": 4}])
+        distill._show_outcome(Outcome(status, Path("my run"), progress, "SIGINT"), TrainConfig(val=val))
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == said and (len(lines) == 1) == (status == "stopped")
+        assert status == "stopped" or "hgrn-vision publish 'my run' FOLDER" in lines[-1]

@@ -8,17 +8,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from saved_models import CLASSES, package_starter, save_model, write_image
 
 from hgrn_vision.cli import main
 from hgrn_vision.commands.evaluate import FILES
-from hgrn_vision.data.batches import EvalBatch
 from hgrn_vision.data.splits import stratified_holdout
-from hgrn_vision.inference.metrics import calibration_error, measure
-from hgrn_vision.report.confusion import confusion_figure
-from hgrn_vision.train.evaluation import Evaluation, collect
 
 
 @pytest.fixture
@@ -178,65 +173,3 @@ def test_nothing_readable(model, data, capsys):
         path.write_bytes(b"")
     assert main(["evaluate", model, str(data)]) == 2
     assert "none of the 36 validation images could be read, the first because: empty file" in capsys.readouterr().err
-
-
-def evaluation_of(logits, true):
-    """What the evaluator makes of these logits, which come in two batches, the last images first."""
-    logits, true, indices = torch.as_tensor(logits), torch.as_tensor(true), torch.arange(len(true))
-    answers = iter([logits[7:], logits[:7]])
-    batches = [EvalBatch(torch.empty(0), true[part], indices[part], []) for part in (slice(7, None), slice(7))]
-    return collect(lambda images: next(answers), batches)
-
-
-def test_top_5_among_many_classes():
-    rng = np.random.RandomState(0)
-    # rounded, so that many classes tie: the first of them comes first
-    logits, true = rng.normal(size=(300, 20)).round(), rng.randint(0, 20, 300)
-    evaluation = evaluation_of(logits, true)
-    metrics = measure(evaluation, 20)
-    order = [sorted(range(20), key=lambda i, row=row: -row[i]) for row in logits]
-    assert evaluation.ranks.tolist() == [classes.index(label) for classes, label in zip(order, true, strict=True)]
-    assert evaluation.predictions.tolist() == [classes[0] for classes in order]
-    hits = [label in classes[:5] for classes, label in zip(order, true, strict=True)]
-    assert metrics.top5 == pytest.approx(100 * np.mean(hits)) and 0 < metrics.top1 < metrics.top5 < 100
-    assert metrics.confusion.counts.sum() == 300 and metrics.confusion.counts.shape == (20, 20)
-    wanted = Counter(zip(true, evaluation.predictions, strict=True))
-    assert {cell: n for cell, n in np.ndenumerate(metrics.confusion.counts) if n} == wanted
-
-
-def test_logits_that_are_not_numbers_are_in_no_top_5():
-    logits = np.zeros((10, 20))
-    logits[:, 3:] = np.nan
-    evaluation = evaluation_of(logits, np.full(10, 19))
-    assert evaluation.ranks.tolist() == [20] * 10 and evaluation.top5 == 0
-
-
-def test_ten_thousand_classes_need_no_full_matrix():
-    rng = np.random.RandomState(0)
-    true, predicted = rng.randint(0, 10000, 50), rng.randint(0, 10000, 50)
-    ones = np.ones(50)
-    metrics = measure(Evaluation(np.arange(50), true, predicted, ones, ones, ones, []), 10000)
-    assert metrics.confusion.counts.shape == (len({*true, *predicted}),) * 2
-    assert metrics.confusion.classes.tolist() == sorted({*true, *predicted})
-    assert metrics.support.sum() == 50
-
-
-def test_calibration_error():
-    # ten answers of confidence 0.81 of which six are right, ten of 0.3 of which three are
-    confidence = np.array([0.81] * 10 + [0.3] * 10)
-    hit = np.array([True] * 6 + [False] * 4 + [True] * 3 + [False] * 7)
-    assert calibration_error(confidence, hit) == pytest.approx((21 + 0) / 2)
-    # 0.999 and 1.0 share the last of the bins, errors inside a bin cancel
-    assert calibration_error(np.array([1.0, 0.999]), np.array([True, True])) == pytest.approx(0.05)
-
-
-@pytest.mark.parametrize("classes", [1, 20, 41, 700])
-def test_confusion_matrix_of_any_size(classes):
-    counts = np.eye(classes, dtype=np.int32) * 3
-    figure = confusion_figure(counts, [f"class {i}, $ and a name that is far too long to fit" for i in range(classes)])
-    axes = figure.axes[0]
-    cells = axes.images[0].get_array()
-    assert len(cells) == min(classes, 300)
-    np.testing.assert_allclose(np.asarray(cells).sum(axis=1), 1)
-    assert len(axes.texts) == (classes if classes <= 20 else 0)
-    figure.canvas.draw()

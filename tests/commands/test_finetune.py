@@ -6,39 +6,32 @@ import re
 import shlex
 import shutil
 import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import timm
 import torch
 import yaml
-from PIL import Image
 from safetensors.torch import load_file
-from saved_models import SMALL, package_starter, save_model, write_image
+from saved_models import SMALL, package_starter, save_model, write_image, write_photos
 
 import hgrn_vision  # noqa: F401
 from hgrn_vision.cli import main
 from hgrn_vision.commands._console import Display
-from hgrn_vision.commands._dataset_check import survey
-from hgrn_vision.commands.finetune import choose_init, resolve
+from hgrn_vision.commands.finetune import _beginning, _check_readable, _show_outcome, choose_init, resolve
 from hgrn_vision.data.splits import open_splits
-from hgrn_vision.inference.pretrained import Initial, read_initial
-from hgrn_vision.train.build import load_body
+from hgrn_vision.inference.pretrained import Initial
 from hgrn_vision.train.config import TrainConfig
+from hgrn_vision.train.engine import Progress
 from hgrn_vision.train.finetune_recipe import QUICK_FLOPS, STARTER_QUICK_SIDE, STARTER_SETTINGS, STARTER_SIDE
+from hgrn_vision.train.observer import Outcome
 
 CLASSES = ["red apple", "Grünkohl", "青い花"]
 TINY = ["--model", "hgrn_deit_tiny", "--model-args", "patch_size=8", "embed_dim=16", "depth=1", "--img-size", "16"]
 SHORT = ["--epochs", "1", "--batch-size", "4", "--workers", "0", "--device", "cpu"]
 STILL = ["--lr", "0", "--min-lr", "0", "--warmup-lr", "0"]  # nothing learns
-
-
-def write_photos(folder, counts, side=16):
-    """Images of 16x16 pixels, `counts` of each class."""
-    for label, (name, count) in enumerate(counts.items()):
-        for number in range(count):
-            write_image(folder / name / f"photo {number}.png", 100 * label + number, (side, side))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -139,27 +132,14 @@ def test_a_damaged_package_is_said_before_training(tmp_path, monkeypatch, capsys
     assert not (tmp_path / "run").exists()
 
 
-def look_at(folder):
-    return survey(str(folder), *open_splits(TrainConfig(data=str(folder), holdout=0.2)))
-
-
-def make_grey(folder):
-    for path in folder.rglob("*.png"):
-        # some colour of its own, as a JPEG of a scan has
-        grey = np.asarray(Image.open(path).convert("L")).astype(int)
-        Image.fromarray(np.stack([grey + 3, grey, grey - 3], -1).clip(0, 255).astype(np.uint8)).save(path)
-    return folder
-
-
-def test_what_is_taken_for_photographs(tmp_path):
-    large, small = (look_at(write_photos(tmp_path / f"{side}", {"a": 4, "b": 4}, side)) for side in (32, 31))
-    grey = look_at(make_grey(write_photos(tmp_path / "grey", {"a": 4, "b": 4}, 64)))
-    assert (large.photographs, small.photographs, grey.photographs) == (True, False, False)
-    assert choose_init(None, {}, large) == choose_init(None, {"model": "hgrn_deit_tiny"}, large) == "hgrn_deit_tiny"
-    for found, given in ((small, {}), (grey, {}), (large, {"model": "resnet18"}), (large, {"model_args": SMALL})):
+def test_where_a_run_begins():
+    photographs, others = SimpleNamespace(photographs=True), SimpleNamespace(photographs=False)
+    for given in ({}, {"model": "hgrn_deit_tiny"}):
+        assert choose_init(None, given, photographs) == "hgrn_deit_tiny"
+    for found, given in ((others, {}), (photographs, {"model": "resnet18"}), (photographs, {"model_args": SMALL})):
         assert choose_init(None, given, found) == "new weights"
-    assert choose_init("none", {}, large) == "new weights"
-    assert choose_init("runs/x", {}, small) == "runs/x"
+    assert choose_init("none", {}, photographs) == "new weights"
+    assert choose_init("runs/x", {}, others) == "runs/x"
 
 
 @pytest.mark.parametrize("quick, side", [(False, STARTER_SIDE), (True, STARTER_QUICK_SIDE)])
@@ -173,32 +153,6 @@ def test_settings_from_the_packaged_weights(quick, side):
     given = {"img_size": 140, "lr": 0.125}
     assert resolve(given, Found(1000, 500), Initial(trained, {}, "", packaged=True), quick).lr == 0.125
     assert resolve({}, Found(1000, 500), Initial(trained, {}, ""), quick).img_size == 56
-
-
-def test_a_released_checkpoint_says_which_model_it_is_of(tmp_path):
-    from tests.model.test_weights import released_state_dict
-
-    state = released_state_dict(depth=12, d=192, classes=5)
-    torch.save({"model": state}, tmp_path / "released.pth")
-    initial = read_initial(str(tmp_path / "released.pth"))
-    assert initial.settings == {"model": "hgrn1d_vit_tiny"}
-    thetas = torch.stack([state[f"layers.3.token_mixer.theta_{way}"].flatten() for way in ("forward", "reverse")])
-    assert torch.equal(initial.weights["blocks.3.mixer.theta"], thetas)
-    model = timm.create_model("hgrn1d_vit_tiny")
-    load_body(model, initial.weights, seed=0)
-    assert torch.equal(model.lower_bound, torch.roll(state["lower_bounds"], 1, 0))
-
-
-def test_a_bare_weights_file_needs_the_name_of_its_model(tmp_path):
-    model = save_model(tmp_path / "plain")
-    shutil.move(tmp_path / "plain" / "model.safetensors", tmp_path / "bare.safetensors")
-    with pytest.raises(
-        ValueError, match="bare.safetensors does not say which model it belongs to: name it with --model"
-    ):
-        read_initial(str(tmp_path / "bare.safetensors"))
-    with pytest.raises(ValueError, match="does not fit the model"):
-        read_initial(str(tmp_path / "bare.safetensors"), "hgrn_deit_tiny")
-    assert model.num_classes == 3
 
 
 def test_freezing_the_body_trains_the_head_alone(photos, finished, tmp_path):
@@ -253,45 +207,6 @@ def test_a_csv_and_folders_of_splits(photos, tmp_path, capsys):
     assert finetune(tmp_path / "split", tmp_path / "splits", *TINY) == 0
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Found")]
     assert all("15 for training (5 per class), 3 for validation" in line for line in found) and len(found) == 2
-
-
-def write_odd(folder):
-    """A folder with everything that can be wrong with images that are still enough to train on."""
-    write_photos(folder, {"a": 12, "b": 2, "c": 1})
-    (folder / "nothing here").mkdir()
-    (folder / "a" / "notes.txt").write_text("not an image")
-    (folder / "a" / "broken.png").write_text("not an image either")
-    image = Image.open(folder / "a" / "photo 0.png")
-    image.save(folder / "b" / "a jpeg.png", "JPEG")
-    return folder
-
-
-def test_what_is_found_is_said(tmp_path):
-    folder = write_odd(tmp_path / "odd")
-    train, validation = open_splits(TrainConfig(data=str(folder), holdout=0.2))
-    found = list(survey(str(folder), train, validation).lines())
-    assert "17 images of 3 classes" in found[0] and "(1 to 10 per class)" in found[0] and ", 1 unreadable, " in found[0]
-    text = "\n".join(found[1:])
-    assert "unreadable: a/broken.png: not an image in a known format" in text
-    assert "folder without images, not a class: nothing here" in text
-    assert "left out, not named like an image: a/notes.txt" in text
-    assert "class without validation images: c" in text
-
-
-def test_copies_across_the_split_are_suspected_and_others_are_not(tmp_path):
-    noise = np.random.RandomState(0)
-    images = [Image.fromarray(noise.randint(0, 256, (6, 8, 3)).astype(np.uint8)).resize((320, 240)) for _ in range(6)]
-    for number, image in enumerate(images):
-        path = tmp_path / ("train" if number < 4 else "val") / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image.save(path)
-    # the same image, smaller and in another format
-    images[1].resize((160, 120)).save(tmp_path / "val" / "b" / "copy.jpg", quality=80)
-    found = survey(str(tmp_path), *open_splits(TrainConfig(data=str(tmp_path))))
-    assert found.twins == [("b/1.png", "b/copy.jpg")]
-    assert "1 suspected duplicate across" in next(found.lines())
-    assert "160x120 to 320x240 pixels, mostly about 320x240" in next(found.lines())
-    assert found.side == 240
 
 
 def csv_of(*lines):
@@ -417,21 +332,6 @@ def test_help_fits_a_screen_and_has_an_example(capsys, monkeypatch):
         assert len(text.splitlines()) <= 36 and f"example:  hgrn-vision {command}" in text
 
 
-def test_digits_are_written_whole_and_as_the_demo_divides_them(tmp_path, capsys):
-    assert main(["digits", str(tmp_path / "digits")]) == 0
-    assert "1,438 images in" in capsys.readouterr().out
-    train, validation = open_splits(TrainConfig(data=str(tmp_path / "digits")))
-    packaged = open_splits(TrainConfig(data="digits", holdout=0.2))
-    for ours, theirs in ((train, packaged[0]), (validation, packaged[1])):
-        names = {f"{label}/{row:04d}.png" for row, label in zip(theirs.rows, theirs.labels, strict=True)}
-        assert {ours.image_name(i) for i in range(len(ours))} == names
-    row = int(validation.image_name(7)[2:6])
-    index = int(np.flatnonzero(packaged[1].rows == row)[0])
-    assert np.array_equal(np.asarray(validation.load(7)), np.asarray(packaged[1].load(index)))
-    assert main(["digits", str(tmp_path / "digits")]) == 2
-    assert "already exists" in capsys.readouterr().err
-
-
 def test_a_demo_run_is_a_head_start(tmp_path, capsys):
     """A small model on the digits as PNG files; examples/finetune_digits.py shows it for the demo's own."""
     small = ["--model-args", "patch_size=2", "embed_dim=32", "depth=2", "--lr", "0.005", "--device", "cpu"]
@@ -447,3 +347,56 @@ def test_a_demo_run_is_a_head_start(tmp_path, capsys):
         with open(output / "log.csv", newline="") as file:
             reached[start[0]] = float(next(csv.DictReader(file))["val_top1"])
     assert reached["--init"] > reached["--model"] + 20, reached
+
+
+def outcome(status="finished", **progress):
+    rows = [{"epoch": 3, "val_top1": 87.654, "val_top5": 99.0}]
+    return Outcome(status, Path("my run"), Progress(**{"epoch": 4, "history": rows, **progress}), "SIGTERM")
+
+
+def test_what_is_said_at_the_end(photos, capsys):
+    config = TrainConfig(data=f"{photos}/", holdout=0.2, epochs=4)
+    splits = open_splits(config)
+    _show_outcome(outcome(), config, *splits)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "finished: top-1 87.65, top-5 99.00 on 3 validation images (epoch 3)"
+    assert lines[2] == f"evaluate: hgrn-vision evaluate 'my run' {photos} --holdout 0.2"
+    best = {"epoch": 1, "val_top1": 90.0, "val_top5": 95.0}
+    _show_outcome(outcome(epoch=2, best=best), replace(config, eval_images=2), *splits)
+    words = "top-1 90.00, top-5 95.00 on 2 validation images (epoch 1), ended after 2 of 4 epochs"
+    assert words in capsys.readouterr().out
+    # images that lie apart need no share to be held out
+    _show_outcome(outcome("finished before"), config, splits[0], open_splits(TrainConfig())[1])
+    said = capsys.readouterr().out
+    assert "--holdout" not in said and "predict:  hgrn-vision predict 'my run' IMAGE" in said
+    assert "again:    rm -r 'my run' first" in said
+    _show_outcome(outcome("stopped", updates=7), config, *splits)
+    assert capsys.readouterr().out == "stopped at step 7 (SIGTERM); the same command continues\n"
+
+
+def test_what_is_said_at_the_beginning():
+    initial, config = Initial({}, {}, "the model"), TrainConfig(img_size=32)
+    said = "Starting from the model with a new head; {}. Images are seen at 32 pixels."
+    assert _beginning(initial, config, "x") == said.format("the whole model is trained")
+    assert _beginning(initial, replace(config, freeze="body"), "x") == said.format("only the head is trained")
+    assert _beginning(initial, replace(config, freeze="3"), "x") == said.format("its first 3 layers are frozen")
+    assert _beginning(initial, config, None).endswith("--init none would begin with new weights.")
+    assert _beginning(None, config, "none").startswith("Starting from scratch, with --init none: ")
+
+
+def test_a_quarter_of_the_images_may_be_unreadable():
+    bad = [SimpleNamespace(name="a.png", reason="empty file")] * 2
+    _check_readable(SimpleNamespace(bad=bad, looked_at=8, where="here"), 0.25)
+    with pytest.raises(ValueError, match="2 of 7 images of here .* 0.25; the first is a.png: empty file"):
+        _check_readable(SimpleNamespace(bad=bad, looked_at=7, where="here"), 0.25)
+
+
+def test_what_is_given_goes_before_what_suits_the_data():
+    given = {"epochs": 3, "lr": 0.125, "holdout": 0.5, "batch_size": 4, "warmup_epochs": 2.0, "model_args": SMALL}
+    for quick in (False, True):
+        config = resolve({**given, "img_size": 16}, Found(1000, 500), None, quick)
+        assert {name: getattr(config, name) for name in given} == given and config.img_size == 16
+    assert resolve({}, Found(1000, 500), None, quick=False).holdout == 0.2
+    # a trained model that is larger than quick allows is made smaller
+    trained = Initial({"model": "hgrn_deit_tiny", "model_args": {}, "img_size": 224}, {}, "")
+    assert [resolve({}, Found(1000, 500), trained, quick).img_size for quick in (False, True)] == [224, 112]

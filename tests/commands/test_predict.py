@@ -10,11 +10,9 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 import weakref
 import zlib
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -323,49 +321,7 @@ def test_no_progress_between_rows_on_a_screen(model, images, tmp_path, monkeypat
 def test_progress_where_someone_watches(model, images, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert main(["predict", model, *images, "--csv", str(tmp_path / "out.csv")]) == 0
-    assert "5/5" in sys.stderr.getvalue() and "images/s" in sys.stderr.getvalue()
-
-
-def test_only_a_few_batches_are_read_ahead(model, images):
-    drawn = []
-
-    def endless():
-        while True:
-            drawn.append(images[len(drawn) % 5])
-            yield drawn[-1]
-
-    answers = classify(load_model(model), endless(), open_image, batch_size=4)
-    for count in range(1, 30):
-        assert next(answers).item == drawn[count - 1]
-        # one batch is answered while the next is decoded
-        assert len(drawn) == 4 * ((count - 1) // 4) + 8
-    answers.close()
-
-
-def test_what_is_not_wanted_any_more_is_not_read(model, images, monkeypatch):
-    """Of the batch that is decoded ahead, only what a thread has begun is finished."""
-    read, cancelled, started, released = [], [], threading.Event(), threading.Event()
-    cancel = Future.cancel
-
-    def reading(path):
-        read.append(path)
-        if len(read) == 5:
-            started.set()
-            released.wait(900)
-        return open_image(path)
-
-    def cancelling(future):
-        cancelled.append(cancel(future))
-        if len(cancelled) == 4:
-            released.set()
-
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(Future, "cancel", cancelling)
-    answers = classify(load_model(model), images * 4, reading, batch_size=4)
-    next(answers)
-    assert started.wait(900)
-    answers.close()
-    assert cancelled == [False, True, True, True] and len(read) == 5
+    assert "5/5" in sys.stderr.getvalue() and " images" in sys.stderr.getvalue()
 
 
 def test_another_image_size(model, images, capsys):

@@ -20,3 +20,8 @@ def test_aliases_name_one_class_each():
 
 def test_other_numbers_of_classes_are_not_imagenet():
     assert imagenet_names(10) is None and imagenet_aliases(10) is None
+
+
+def test_a_name_that_occurs_twice_is_written_out():
+    names = imagenet_names(1000)
+    assert (names[638], names[639], names[134]) == ("maillot", "maillot, tank suit", "crane (n02012849)")

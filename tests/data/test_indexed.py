@@ -97,3 +97,11 @@ def test_evaluation_leaves_unreadable_images_out(damaged):
     assert {record.name for record in bad} == BROKEN
     assert sorted(seen + [record.index for record in bad]) == list(range(40))
     assert torch.cat([batch.targets for batch in batches]).tolist() == damaged.labels[seen].tolist()
+
+
+@pytest.mark.parametrize("repeats, length", [(1, 31), (2, 32), (3, 29), (1, 2)])
+def test_a_balanced_epoch_may_end_in_the_middle_of_a_round(repeats, length):
+    labels = np.repeat([0, 1, 2], [5, 1, 9])
+    order = balanced_order(labels, config(repeats=repeats), 0, length)
+    counts = np.bincount(labels[order], minlength=3)
+    assert len(order) == length and counts.max() - counts.min() <= repeats

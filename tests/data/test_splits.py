@@ -1,13 +1,18 @@
 """Splits: what is found where, how classes are matched by name, what is held out."""
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from image_data import SPEC, config, png, tree, write
 
+from hgrn_vision.data.imagenet import imagenet_aliases, imagenet_names
 from hgrn_vision.data.loaders import TrainLoader
-from hgrn_vision.data.splits import open_splits, open_validation, steps_per_epoch, stratified_holdout
+from hgrn_vision.data.sources import Listing
+from hgrn_vision.data.splits import match_folders, open_splits, open_validation, steps_per_epoch, stratified_holdout
+
+NAMES = ["rose", "daisy <b>", "cornflower é"]
 
 
 def test_digits_are_split_by_class_and_not_by_seed():
@@ -55,6 +60,9 @@ def test_holdout_is_stratified_and_complete():
     assert sorted([*kept, *held_out]) == list(range(500))
     np.testing.assert_allclose(np.bincount(labels[held_out]), 0.3 * np.bincount(labels), atol=0.51)
     assert not np.array_equal(held_out, stratified_holdout(labels, 0.3, seed=2)[1])
+    # a class of two is validated too, however small the share
+    labels = np.repeat([0, 1], [2, 10])
+    assert np.bincount(labels[stratified_holdout(labels, 0.1)[1]]).tolist() == [1, 1]
 
 
 def broken_trees(tmp_path):
@@ -107,11 +115,62 @@ def test_listed_classes_fix_the_order(tmp_path):
     (tmp_path / "classes.txt").write_text("bee\ncat\n")
     with pytest.raises(ValueError, match="not listed: ant"):
         open_splits(config(data=root, holdout=0.5, classes=str(tmp_path / "classes.txt")))
+    (tmp_path / "classes.txt").write_text("bee\nant\nbee\n")
+    with pytest.raises(ValueError, match="classes.txt names bee more than once"):
+        open_splits(config(data=root, holdout=0.5, classes=str(tmp_path / "classes.txt")))
 
 
 def test_eval_images_limits_validation_only():
     train, validation = open_splits(config(eval_images=50))
     assert (len(train), len(validation)) == (1438, 50) and len(set(validation.labels)) == 10
+
+
+def test_a_limit_takes_images_of_all_classes(tmp_path):
+    """Also where the images lie class by class; in their order, so that reading them is."""
+    settings = config(data=tree(tmp_path, a=12, b=12), eval_images=8)
+    validation = open_validation(settings, ["a", "b"])
+    assert len(validation) == 8 and set(validation.labels) == {0, 1}
+    assert validation.rows.tolist() == sorted(validation.rows)
+
+
+STREAM = dict(dataset="wds/", data="somewhere", train_split="t", val_split="v", classes="3")
+
+
+def test_a_stream_is_as_long_as_its_limit(monkeypatch):
+    readers = []
+
+    def create_reader(name, **options):
+        readers.append(SimpleNamespace(split=options["split"], num_samples=30, dist_rank=1, dist_num_replicas=2))
+        return readers[-1]
+
+    monkeypatch.setattr("hgrn_vision.data.splits.create_reader", create_reader)
+    train, validation = open_splits(config(**STREAM, eval_images=20))
+    assert (len(train), len(validation)) == (30, 20)
+    assert (len(open_splits(config(**STREAM))[1]), len(open_splits(config(**STREAM, eval_images=99))[1])) == (30, 30)
+    assert [reader.split for reader in readers[:2]] == ["t", "v"]
+    # timm divides the training images among the ranks; of the others every rank reads all and keeps its part
+    assert [(reader.dist_rank, reader.dist_num_replicas) for reader in readers[:2]] == [(1, 2), (0, 1)]
+
+
+def test_a_stream_cannot_be_balanced():
+    with pytest.raises(ValueError, match="--balance needs images that can be read in any order; wds/ somewhere is"):
+        open_splits(config(**STREAM, balance=True))
+
+
+@pytest.mark.parametrize("folders", [NAMES, ["0", "1", "2"], ["Rose", "DAISY <B>", "2"], ["rose", "daisy-<b>", "2"]])
+def test_folders_are_named_by_class_or_number(folders):
+    assert match_folders(Listing(None, np.arange(3), folders), NAMES, [()] * 3).tolist() == [0, 1, 2]
+
+
+def test_a_name_goes_before_an_alias_and_an_alias_before_a_number():
+    listing = Listing(None, np.arange(4), ["crane", "1", "bird", "2"])
+    assert match_folders(listing, ["heron", "crane", "1"], [("bird", "crane"), (), ("2",)]).tolist() == [1, 2, 0, 2]
+    assert match_folders(listing, ["a", "b", "c"], [("1",), (), ()]).tolist() == [-1, 0, -1, 2]
+
+
+def test_folders_may_be_wordnet_ids():
+    listing = Listing(None, np.arange(4), ["n02123045", "281", "tiger_cat", "nothing"])
+    assert match_folders(listing, imagenet_names(1000), imagenet_aliases(1000)).tolist() == [281, 281, 282, -1]
 
 
 def test_epoch_steps_caps_the_epoch():

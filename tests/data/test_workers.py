@@ -13,6 +13,7 @@ from image_data import SPEC, config, flat, png, write, write_tar
 
 from hgrn_vision.data.loaders import EvalLoader, TrainLoader
 from hgrn_vision.data.splits import open_splits, open_validation
+from hgrn_vision.data.workers import data_loader
 
 
 def test_loading_leaves_the_global_generators_alone():
@@ -70,7 +71,7 @@ def test_an_error_elsewhere_is_not_held_up_by_workers(tmp_path):
         "next(steps), next(batches)\n"
         "raise SystemExit(7)\n"
     )
-    assert subprocess.run([sys.executable, str(program)], check=False, timeout=120).returncode == 7
+    assert subprocess.run([sys.executable, str(program)], check=False, timeout=900).returncode == 7
 
 
 def test_loaders_can_be_sent_to_processes_that_are_not_forks():
@@ -94,3 +95,11 @@ def test_tar_members_are_read_by_several_workers(tmp_path):
         assert batch.images[:, 1, 0, 0].tolist() == batch.targets.tolist() and not batch.bad
         count += len(batch.targets)
     assert count == len(validation) == 32
+
+
+@pytest.mark.parametrize(
+    "device, gpu, pinned", [("cpu", True, False), ("cuda:1", False, True), ("auto", True, True), ("auto", False, False)]
+)
+def test_memory_is_pinned_for_a_gpu_alone(device, gpu, pinned, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert data_loader([], config(device=device), 0).pin_memory == pinned

@@ -57,3 +57,11 @@ def write_image(path, seed, size=(16, 16)):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(colours).resize(size, Image.NEAREST).save(path)
     return path
+
+
+def write_photos(folder, counts, side=16):
+    """Images of 16x16 pixels, `counts` of each class."""
+    for label, (name, count) in enumerate(counts.items()):
+        for number in range(count):
+            write_image(folder / name / f"photo {number}.png", 100 * label + number, (side, side))
+    return folder

@@ -1,5 +1,7 @@
 """Models for the commands, from every place that they may lie in."""
 
+import shutil
+
 import pytest
 import timm
 import torch
@@ -7,8 +9,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from saved_models import CLASSES, SMALL, edit_config, package_starter, save_model, small_model, write_image
 
-from hgrn_vision.inference.pretrained import load_model
+from hgrn_vision.inference.pretrained import load_model, read_initial
 from hgrn_vision.train import checkpoint
+from hgrn_vision.train.build import load_body
 from hgrn_vision.train.config import TrainConfig, to_mapping
 
 
@@ -145,3 +148,29 @@ def test_weights_that_do_not_fit_their_folder(tmp_path):
     save_file({"head.bias": torch.zeros(3)}, tmp_path / "part.safetensors")
     with pytest.raises(ValueError, match="part.safetensors does not fit the model"):
         load_model(str(tmp_path / "part.safetensors"))
+
+
+def test_a_released_checkpoint_says_which_model_it_is_of(tmp_path):
+    from tests.model.test_weights import released_state_dict
+
+    state = released_state_dict(depth=12, d=192, classes=5)
+    torch.save({"model": state}, tmp_path / "released.pth")
+    initial = read_initial(str(tmp_path / "released.pth"))
+    assert initial.settings == {"model": "hgrn1d_vit_tiny"}
+    thetas = torch.stack([state[f"layers.3.token_mixer.theta_{way}"].flatten() for way in ("forward", "reverse")])
+    assert torch.equal(initial.weights["blocks.3.mixer.theta"], thetas)
+    model = timm.create_model("hgrn1d_vit_tiny")
+    load_body(model, initial.weights, seed=0)
+    assert torch.equal(model.lower_bound, torch.roll(state["lower_bounds"], 1, 0))
+
+
+def test_a_bare_weights_file_needs_the_name_of_its_model(tmp_path):
+    model = save_model(tmp_path / "plain")
+    shutil.move(tmp_path / "plain" / "model.safetensors", tmp_path / "bare.safetensors")
+    with pytest.raises(
+        ValueError, match="bare.safetensors does not say which model it belongs to: name it with --model"
+    ):
+        read_initial(str(tmp_path / "bare.safetensors"))
+    with pytest.raises(ValueError, match="does not fit the model"):
+        read_initial(str(tmp_path / "bare.safetensors"), "hgrn_deit_tiny")
+    assert model.num_classes == 3

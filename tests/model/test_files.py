@@ -66,3 +66,22 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda source, target: (events.append("rename"), replace(source, target)))
     write_text(tmp_path / "file.txt", "text")
     assert events == ["sync", "rename", "sync"]
+
+
+def test_what_a_killed_process_left_is_not_in_the_way(tmp_path):
+    leftover = tmp_path / f"file.txt.{os.getpid()}.tmp"
+    leftover.write_text("a process with this number was killed here")
+    leftover.chmod(0o400)
+    write_text(tmp_path / "file.txt", "text")
+    assert os.listdir(tmp_path) == ["file.txt"] and (tmp_path / "file.txt").read_text() == "text"
+
+
+def test_two_processes_do_not_write_into_the_same_file(tmp_path, monkeypatch):
+    path = tmp_path / "file.txt"
+    with whole_file(path) as ours:
+        ours.write_text("ours")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 1)
+            write_text(path, "theirs")
+        assert ours.read_text() == "ours" and path.read_text() == "theirs"
+    assert path.read_text() == "ours"

@@ -42,3 +42,15 @@ def test_many_classes_share_cells():
     _, shares, _ = drawn(counts, [str(i) for i in range(classes)])
     assert shares.shape == (CELLS, CELLS)
     assert shares[0, :3].tolist() == [0.25, 0.5, 0.25] and shares[-1, -1] == 1 and shares.sum() == 2
+
+
+@pytest.mark.parametrize("classes", [1, 20, 41, 700])
+def test_confusion_matrix_of_any_size(classes):
+    counts = np.eye(classes, dtype=np.int32) * 3
+    figure = confusion_figure(counts, [f"class {i}, $ and a name that is far too long to fit" for i in range(classes)])
+    axes = figure.axes[0]
+    cells = axes.images[0].get_array()
+    assert len(cells) == min(classes, 300)
+    np.testing.assert_allclose(np.asarray(cells).sum(axis=1), 1)
+    assert len(axes.texts) == (classes if classes <= 20 else 0)
+    figure.canvas.draw()

@@ -34,7 +34,7 @@ def test_map_loss_compares_on_the_coarser_grid(grid, own_grid):
 class Student(nn.Module):
     """As little of a timm model as a task needs."""
 
-    feature_info = [{"num_chs": 4}]
+    feature_info = [{"num_chs": 9}, {"num_chs": 4}]
 
     def __init__(self):
         super().__init__()

@@ -3,8 +3,9 @@
 import ast
 import copy
 import functools
-import sys
+import math
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -14,14 +15,11 @@ from training import SMALL, Setup, digits
 
 from hgrn_vision.data.transforms import BatchTransform
 from hgrn_vision.randomness import fold, seed_all
-from hgrn_vision.train import trackers
-from hgrn_vision.train.build import build_model, build_teacher, data_spec, load_body
+from hgrn_vision.train.build import build_model, data_spec
 from hgrn_vision.train.config import TrainConfig
-from hgrn_vision.train.distributed import World, check_ranks, start
-from hgrn_vision.train.engine import Engine
+from hgrn_vision.train.distributed import World
+from hgrn_vision.train.engine import Engine, Progress
 from hgrn_vision.train.evaluation import evaluate
-from hgrn_vision.train.faults import OutOfMemory, smaller_micro_batch
-from hgrn_vision.train.run_folder import export_model
 
 CPU = torch.device("cpu")
 
@@ -150,62 +148,12 @@ def test_every_setting_does_something(name, value, others):
     assert not (same and score == other[2] and images == other[3])
 
 
-def learned(**settings) -> set[str]:
-    """The parts of the model that a few steps changed."""
-    setup = Setup(digits(**settings))
-    before = copy.deepcopy(setup.engine.model.state_dict())
-    setup.run(2)
-    changed = [
-        name for name, tensor in setup.engine.model.state_dict().items() if not torch.equal(tensor, before[name])
-    ]
-    return {".".join(name.split(".")[:2]) if name.startswith("blocks") else name.split(".")[0] for name in changed}
-
-
-def test_freeze_counts_layers_from_the_image_on():
-    everything = {"patch_embed", "lower_bound", "blocks.0", "blocks.1", "head"}
-    assert learned() == everything
-    assert learned(freeze="1") == everything - {"patch_embed", "lower_bound"}
-    assert learned(freeze="2") == {"blocks.1", "head"}
-    assert learned(freeze="body") == {"head"}
-    with pytest.raises(ValueError, match="cannot freeze 9 layers: the model has 3 before its head"):
-        Setup(digits(freeze="9"))
-    with pytest.raises(ValueError, match="freeze must be body or a number of layers, got 'head'"):
-        digits(freeze="head")
-
-
-def test_first_weights_are_taken_over_and_the_head_is_new():
-    other, model = build_model(digits(seed=1), 7), build_model(digits(), 10)
-    head = model.head.weight.clone()
-    load_body(model, other.state_dict(), seed=0)
-    # a head of the same seed would be the one that these weights were trained for
-    assert model.head.weight.shape == (10, 16) and not torch.equal(model.head.weight, head)
-    for name, tensor in model.state_dict().items():
-        assert name.startswith("head.") or torch.equal(tensor, other.state_dict()[name]), name
-    deeper = build_model(digits(model_args={**SMALL, "depth": 3}), 7)
-    with pytest.raises(ValueError, match="the initial weights do not fit the model: .*blocks.2"):
-        load_body(model, deeper.state_dict(), seed=0)
-
-
 @pytest.mark.parametrize("setting", ["grad_checkpointing", "channels_last"])
 def test_machine_settings_do_not_change_the_result(setting):
     losses, weights, score, _ = result(drop_path=0.3)
     other = result(drop_path=0.3, **{setting: True})
     assert other[0] == pytest.approx(losses, abs=1e-5)
     torch.testing.assert_close(other[1], weights, atol=1e-5, rtol=1e-4)
-
-
-def test_machine_settings_reach_the_model(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
-    engine = Setup(digits(grad_checkpointing=True, channels_last=True, compile=True)).engine
-    assert compiled == [engine.model]
-    assert engine.model.grad_checkpointing
-    assert engine.model.patch_embed.proj.weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_convolutional_model_needs_no_image_size():
-    losses = Setup(digits(model="resnet10t", model_args={}, img_size=32)).run(1)
-    assert losses[0] > 0
 
 
 @pytest.fixture
@@ -253,42 +201,13 @@ def test_an_overflow_that_the_fp16_scaler_cures_is_not_counted():
     setup.run(1)
     assert not torch.equal(setup.weights(), before)
     # a scale that can shrink no further does not hide a gradient that is never finite
-    engine.scaler.update(1.0)
-    engine.parameters[0].data.fill_(float("nan"))
-    setup.run(1)
-    assert engine.progress.skipped == 1
-
-
-def test_out_of_memory_names_the_micro_batch_to_try(monkeypatch):
-    setup = Setup(digits(batch_size=96, micro_batch=48))
-
-    def exhausted(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    setup.engine.task.forward = exhausted
-    with pytest.raises(OutOfMemory, match="micro-batch 48: try --micro-batch 24 .*--grad-checkpointing"):
-        setup.run(1)
-    assert smaller_micro_batch(setup.config, ranks=4) == 24
-    assert smaller_micro_batch(digits(batch_size=80, micro_batch=40), ranks=4) == 20
-    assert smaller_micro_batch(digits(batch_size=4, micro_batch=2), ranks=2) is None
-
-
-def test_ranks_that_do_not_divide_the_batch_are_told_which_would():
-    config = digits(batch_size=96, micro_batch=16)
-    check_ranks(config, 3)
-    with pytest.raises(ValueError, match="4 processes cannot share 6 micro-batches .* 1, 2, 3, 6 processes would work"):
-        check_ranks(config, 4)
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """A model folder that knows the digits' classes, wider than the student."""
-    config = digits(model_args={**SMALL, "embed_dim": 24})
-    folder = tmp_path_factory.mktemp("teacher") / "model"
-    setup = Setup(config)
-    setup.run(2)
-    export_model(folder, setup.engine.model, config, setup.train.class_names)
-    return f"local-dir:{folder}"
+    for scale, bad in ((2.0, False), (1.0, True)):
+        engine.scaler.update(scale)
+        result = engine._agree(0.5, torch.tensor(float("inf")))
+        assert (result.applied, result.bad) == (False, bad)
+    # and no scale hides a loss that is not finite
+    engine.scaler.update(2.0)
+    assert engine._agree(float("nan"), torch.tensor(1.0)).bad
 
 
 def test_distillation_by_logits_is_the_formula(teacher):
@@ -318,35 +237,73 @@ def test_distillation_by_features_trains_its_projection_and_resumes(teacher):
     assert not setup.engine.teacher.network.model.training
 
 
-def test_a_teacher_of_other_classes_is_refused(teacher):
-    config = digits(teacher=teacher)
-    student = build_model(config, 7)
-    with pytest.raises(ValueError, match="has 10 classes, the data 7"):
-        Engine(config, World(), student, data_spec(config, student), 1, build_teacher(config, torch.device("cpu")))
+def test_the_next_epoch_and_the_same_one_again_begin_at_zero():
+    for begin, epoch, updates in ((Progress.next_epoch, 3, 25), (Progress.repeat_epoch, 2, 20)):
+        progress = Progress(2, 5, 25, 1, 1, 1, loss_sum=3.0, loss_count=4, seconds=9.0, waited=2.0, history=[{}])
+        begin(progress)
+        assert progress == Progress(epoch, 0, updates, 1, 1, 1, history=[{}])
 
 
-def test_pretrained_weights_start_a_run_with_a_new_head(teacher):
-    config = digits(model=teacher, model_args={}, img_size=None)
-    model, fresh = build_model(config, 7, pretrained=True), build_model(config, 7, pretrained=False)
-    published = timm.create_model(teacher, pretrained=True)
-    assert torch.equal(model.patch_embed.proj.weight, published.patch_embed.proj.weight)
-    assert not torch.equal(model.patch_embed.proj.weight, fresh.patch_embed.proj.weight)
-    assert model.head.weight.shape[0] == 7
+def test_the_average_warms_up():
+    """The first update is the weights themselves; then 1 - (1 + n)^(-3/4) of the average is kept, at most `ema`."""
+    setup = Setup(digits(ema=0.5, epoch_steps=8))
+    average = None
+    for number in range(4):
+        setup.run(1)
+        weights = torch.cat([tensor.flatten().clone() for tensor in setup.engine.model.state_dict().values()])
+        kept = min(0.5, 1 - (1 + number) ** -0.75)
+        average = weights if average is None else kept * average + (1 - kept) * weights
+        torch.testing.assert_close(setup.weights(), average, atol=1e-6, rtol=1e-5)
 
 
-def test_threads_of_a_rank():
-    before = torch.get_num_threads()
-    try:
-        assert start(digits(threads=2)).size == 1
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+def test_the_learning_rate_that_is_shown_is_the_heads():
+    engine = Setup(digits(layer_decay=0.5, lr=1e-3)).engine
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    assert engine.lr == pytest.approx(1e-3) and min(rates) < 0.5e-3
 
 
-def test_trackers_that_are_not_installed_say_so(monkeypatch):
-    for name in ("torch.utils.tensorboard", "wandb"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match="--tensorboard needs the package tensorboard: pip install tensorboard"):
-        trackers.check_trackers(digits(tensorboard=True))
-    with pytest.raises(ImportError, match="--wandb needs the package wandb: pip install wandb"):
-        trackers.check_trackers(digits(wandb="project"))
+def test_the_scale_of_fp16_is_kept_in_the_checkpoint():
+    setups = [Setup(digits(precision="fp16")) for _ in range(2)]
+    for setup in setups:
+        setup.run(1)
+    setups[0].engine.scaler.update(2.0**7)
+    setups[1].engine.restore(copy.deepcopy(setups[0].engine.checkpoint()))
+    assert setups[1].engine.scaler.get_scale() == 2.0**7
+
+
+def test_ranks_agree_on_the_mean_and_on_what_is_bad():
+    engine = Setup(digits()).engine
+    for other, want in (
+        ([4.0, 0, 0], (3.0, True, False)),
+        ([0.0, 1, 0], (1.0, False, True)),
+        ([0, 0, 1], (1, False, True)),
+    ):
+        engine.world = SimpleNamespace(
+            size=2, sum=lambda numbers, other=other: [a + b for a, b in zip(numbers, other, strict=True)]
+        )
+        result = engine._agree(2.0, torch.tensor(1.0))
+        assert (result.loss, result.applied, result.bad) == want
+
+
+def test_the_schedule_begins_at_its_beginning():
+    """Three steps of warm-up, then a cosine over all six."""
+    setup = Setup(digits(epochs=2, warmup_epochs=1.0, warmup_lr=1e-5, lr=1e-3, min_lr=0.0))
+    rates = []
+    for _ in range(2):
+        for _ in range(3):
+            setup.run(1)
+            rates.append(setup.engine.lr)
+        setup.engine.progress.next_epoch()
+    warmup = [1e-5 + (1e-3 - 1e-5) * step / 3 for step in range(3)]
+    cosine = [0.5e-3 * (1 + math.cos(math.pi * step / 6)) for step in range(3, 6)]
+    assert rates == pytest.approx(warmup + cosine)
+
+
+def test_options_of_the_optimizer_are_the_settings_and_not_the_checkpoints():
+    old, new = Setup(digits(weight_decay=0.1)), Setup(digits(weight_decay=0.3, betas=(0.5, 0.6), opt_eps=1e-3))
+    old.run(1)
+    new.engine.restore(copy.deepcopy(old.engine.checkpoint()))
+    groups = new.engine.optimizer.param_groups
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+    assert {(tuple(group["betas"]), group["eps"]) for group in groups} == {((0.5, 0.6), 1e-3)}
+    assert len(new.engine.optimizer.state_dict()["state"]) == len(new.engine.parameters)

@@ -17,14 +17,17 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from training import SMALL, digits
 
+from hgrn_vision.data.batches import BadRecord
+from hgrn_vision.data.spec import DataSpec
 from hgrn_vision.train import run
 from hgrn_vision.train.build import build_model
 from hgrn_vision.train.checkpoint import read
 from hgrn_vision.train.config import from_mapping, read_yaml
+from hgrn_vision.train.engine import Progress
 from hgrn_vision.train.evaluation import Evaluation, score
 from hgrn_vision.train.observer import Observer
 from hgrn_vision.train.run import Run, train
-from hgrn_vision.train.run_folder import COLUMNS
+from hgrn_vision.train.run_folder import COLUMNS, BadImages
 
 
 def log(output: Path) -> list[dict[str, str]]:
@@ -461,3 +464,79 @@ def test_a_small_model_learns_the_digits(tmp_path):
         epochs=8, epoch_steps=None, eval_images=None, lr=1e-2, warmup_epochs=1.0, batch_size=32,
     )  # fmt: skip
     assert train(config, tmp_path).progress.best["val_top1"] > 90
+
+
+def part_of_a_run(**attributes) -> Run:
+    """As much of a run as one method needs."""
+    part = Run.__new__(Run)
+    vars(part).update(attributes)
+    return part
+
+
+def test_a_row_of_the_log_is_over_all_ranks(monkeypatch):
+    """Two ranks that took as long as each other, and as much memory."""
+    monkeypatch.setattr(run, "peak_memory", lambda device: 100)
+    world = types.SimpleNamespace(size=2, device=None, sum=lambda numbers: [2 * number for number in numbers])
+    evaluation = types.SimpleNamespace(loss=1.5, top1=40.0, top5=80.0)
+    progress = Progress(2, 10, 30, skipped=3, loss_sum=2.0, loss_count=4, seconds=5.0, waited=1.0)
+    engine = types.SimpleNamespace(progress=progress, lr=0.125)
+    part = part_of_a_run(engine=engine, world=world, config=digits(batch_size=64))
+    assert part._row(evaluation) == {
+        "epoch": 3,
+        "step": 30,
+        "lr": 0.125,
+        "train_loss": 0.5,
+        "val_loss": 1.5,
+        "val_top1": 40.0,
+        "val_top5": 80.0,
+        "images_per_second": 10 * 64 / 5.0,
+        "data_wait": 0.2,
+        "peak_memory": 100,
+        "skipped_steps": 3,
+    }
+    progress.loss_count = 0
+    assert np.isnan(part._row(evaluation)["train_loss"])
+
+
+@pytest.mark.parametrize("name", ["train", "validation"])
+def test_the_share_of_unreadable_images_is_that_of_each_split(name, tmp_path):
+    splits = [type("Images", (list,), {"name": each})([None] * 10) for each in ("train", "validation")]
+    bad = BadImages(tmp_path / "bad_images.csv")
+    config = digits(max_bad_fraction=0.1)
+    part = part_of_a_run(bad_images=bad, config=config, train_split=splits[0], validation=splits[1])
+    bad.add([BadRecord(name, 0, "a.png", "empty file")])
+    part._write_bad_images(new=True)
+    assert bad.path.exists()
+    bad.add([BadRecord(name, 1, "b.png", "empty file")])
+    with pytest.raises(ValueError, match=f"2 of 10 {name} images are unreadable, more than --max-bad-fraction 0.1"):
+        part._write_bad_images(new=False)
+
+
+def test_images_are_read_for_the_larger_of_student_and_teacher():
+    spec = DataSpec((3, 56, 70), (0.5,) * 3, (0.5,) * 3, "bicubic", 1.0)
+    teacher = types.SimpleNamespace(spec=spec._replace(input_size=(1, 64, 64)))
+    assert part_of_a_run(spec=spec, teacher=None)._pixels_to_read() == spec
+    both = part_of_a_run(spec=spec, teacher=teacher)._pixels_to_read()
+    assert both == spec._replace(input_size=(3, 64, 70))
+
+
+def test_nothing_is_saved_in_a_streak_of_bad_steps_or_by_another_rank():
+    for streak, main, due in ((0, True, True), (1, True, False), (0, False, False)):
+        engine = types.SimpleNamespace(progress=Progress(step=2, updates=2, streak=streak))
+        world = types.SimpleNamespace(main=main)
+        part = part_of_a_run(engine=engine, world=world, config=digits(save_steps=1), steps=5, _saved_at=0.0)
+        assert part._save_is_due() == due
+
+
+def test_pretrained_weights_are_for_new_runs_only(tmp_path, monkeypatch):
+    asked = []
+
+    def build(config, num_classes, pretrained):
+        asked.append(pretrained)
+        return build_model(config, num_classes)
+
+    monkeypatch.setattr(run, "build_model", build)
+    config = digits(epochs=1, epoch_steps=2, pretrained=True)
+    train(config, tmp_path, observer=Steps(1))
+    train(config, tmp_path)
+    assert asked == [True, False]

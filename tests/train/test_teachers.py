@@ -1,16 +1,19 @@
 """Teachers of every form give the answers of their model, at their own size and normalisation."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import timm
 import torch
 from saved_models import CLASSES, save_model
+from timm.data import DEFAULT_CROP_PCT, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from hgrn_vision.data.spec import DataSpec
 from hgrn_vision.data.transforms import normalise
-from hgrn_vision.train.teachers import open_teacher
+from hgrn_vision.train.teachers import Teacher, _outputs, _timm_names, open_teacher
 
 STUDENT = DataSpec((3, 24, 24), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), "bicubic", 1.0)
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -76,7 +79,7 @@ def test_a_model_folder_answers_at_its_own_size_and_normalisation(tmp_path, pixe
     model = save_model(tmp_path / "model")
     teacher = open_teacher(f"local-dir:{tmp_path / 'model'}", maps=True)
     assert teacher.spec.input_size == (3, 16, 16) and teacher.class_names == CLASSES
-    answer = teacher(normalise(pixels, STUDENT), STUDENT)
+    answer = teacher(normalise(pixels, STUDENT).requires_grad_(), STUDENT)
     own = expected_input(pixels, (16, 16), teacher.spec.mean, teacher.spec.std)
     with torch.no_grad():
         features, maps = model.double().forward_intermediates(own, indices=1)
@@ -158,3 +161,72 @@ def test_bad_teachers_are_named(tmp_path):
 def test_a_teacher_that_cannot_take_the_size_is_named(tmp_path):
     with pytest.raises(ValueError, match="does not run on an image of 3x2x2"):
         open_teacher(export(tmp_path / "t.onnx", Small(), any_size=True), side=2)
+
+
+def test_an_onnx_file_is_told_its_pixels_by_flags_its_own_notes_or_imagenet(tmp_path):
+    about = {"input_size": [3, 20, 20], "mean": [0.1] * 3, "std": [0.2] * 3, "interpolation": "bilinear"}
+    noted = export(tmp_path / "noted.onnx", Small(), any_size=True, about={**about, "crop_pct": 0.5})
+    assert open_teacher(noted).spec == DataSpec((3, 20, 20), (0.1,) * 3, (0.2,) * 3, "bilinear", 0.5)
+    told = open_teacher(noted, side=18, mean=(0.3,) * 3, std=(0.4,) * 3).spec
+    assert told[:3] == ((3, 18, 18), (0.3,) * 3, (0.4,) * 3)
+    plain = open_teacher(export(tmp_path / "plain.onnx", Small())).spec
+    assert plain == DataSpec((3, 16, 16), IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, "bicubic", DEFAULT_CROP_PCT)
+
+
+def test_a_grey_onnx_file_wants_one_channel(tmp_path):
+    path = tmp_path / "grey.onnx"
+    model = nn.Sequential(nn.Conv2d(1, 4, 16), nn.Flatten())
+    axes = {"images": {0: "batch"}, "logits": {0: "batch"}}
+    names = {"input_names": ["images"], "output_names": ["logits"], "dynamic_axes": axes}
+    torch.onnx.export(model, (torch.zeros(2, 1, 16, 16),), path, dynamo=False, **names)
+    spec = open_teacher(str(path)).spec
+    assert spec.input_size == (1, 16, 16) and len(spec.mean) == len(spec.std) == 1
+
+
+@pytest.mark.parametrize("key", [str, int])
+def test_class_names_may_be_written_by_number(key):
+    names = {key(number): name for number, name in ((1, "b"), (0, "a"), (2, "c"))}
+    model = nn.Module()
+    model.pretrained_cfg = {"label_names": names}
+    assert _timm_names(model) == ["a", "b", "c"]
+    model.pretrained_cfg = {}
+    assert _timm_names(model) is None
+
+
+def test_timm_models_of_every_kind(tmp_path, monkeypatch):
+    """Weights that nobody has to download: timm's models as they are created."""
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **options: create(name, **options))
+    # a convolutional model takes any size and has no argument for it
+    assert open_teacher("test_resnet", side=40).spec.input_size == (3, 40, 40)
+    with pytest.raises(ValueError, match="teacher test_resnet has no classification head"):
+        monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, num_classes=0))
+        open_teacher("test_resnet")
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, drop_rate=0.9))
+    teacher = open_teacher("test_vit", maps=True)
+    images = torch.randn(2, 3, 40, 40)
+    first, second = teacher(images, STUDENT), teacher(images, STUDENT)
+    # no dropout: it answers, and does not learn
+    assert torch.equal(first.logits, second.logits) and torch.equal(first.map, second.map)
+
+
+@pytest.mark.parametrize("mean, std", [(0.5, 0.25), (0.25, 0.5)])
+def test_pixels_are_converted_where_either_figure_differs(mean, std):
+    seen = []
+    network = nn.Module()
+    network.forward = lambda images: seen.append(images)
+    own = STUDENT._replace(mean=(0.5,) * 3, std=(0.5,) * 3)
+    theirs = STUDENT._replace(mean=(mean,) * 3, std=(std,) * 3)
+    pixels = torch.rand(1, 3, 24, 24)
+    Teacher("any", network, theirs, None, 2)((pixels - 0.5) / 0.5, own)
+    torch.testing.assert_close(seen[0], (pixels - mean) / std)
+
+
+def test_logits_and_maps_are_told_by_their_shape():
+    tokens, logits, last_map = (SimpleNamespace(shape=["batch", *sizes]) for sizes in ([9, 5], [4], [5, 3, 3]))
+    session = SimpleNamespace(get_outputs=lambda: [tokens, last_map, logits])
+    assert _outputs("t.onnx", session, maps=True) == (logits, last_map)
+    assert _outputs("t.onnx", session, maps=False) == (logits, None)
+    session.get_outputs = lambda: [tokens]
+    with pytest.raises(ValueError, match="t.onnx has no output of shape"):
+        _outputs("t.onnx", session, maps=False)
