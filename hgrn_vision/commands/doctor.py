@@ -164,10 +164,11 @@ def _test_backend(backend: str, device: torch.device, diagnosis: Diagnosis) -> s
 
 
 def scan_error(backend: str, device: torch.device, dtype: torch.dtype) -> float:
-    """Largest relative error of the scan's result and gradients against the float64 reference."""
+    """Largest relative error of the scans' results and gradients against the float64 reference."""
     generator = torch_generator(0)
     # more than two chunks of tokens, and no whole number of vectors
     B, T, D, K = 2, 150, 40, 2
+    grids = None, (10, 15)
     x = torch.randn(B, T, 5 * D, generator=generator).to(dtype)
     bound, theta = torch.rand(D, generator=generator), torch.randn(K, D, generator=generator)
     bias = torch.randn(5 * D, generator=generator)
@@ -179,8 +180,11 @@ def scan_error(backend: str, device: torch.device, dtype: torch.dtype) -> float:
         gradients = torch.autograd.grad(out, leaves, dout.to(out))
         return [tensor.detach().double().cpu() for tensor in (out, *gradients)]
 
-    got, want = values(hgru_scan, device, backend=backend), values(reference.hgru_scan, "cpu")
-    errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(got, want, strict=True)]
+    errors = []
+    for grid in grids:
+        got = values(hgru_scan, device, backend=backend, grid=grid)
+        want = values(reference.hgru_scan, "cpu", grid=grid)
+        errors += [(a - b).abs().max() / b.abs().max() for a, b in zip(got, want, strict=True)]
     return torch.stack(errors).max().item()
 
 

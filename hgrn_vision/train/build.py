@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import timm
 import torch
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from timm.models import group_parameters
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, muon
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.task import ClassificationTask
@@ -21,6 +22,8 @@ from .checkpoint import Checkpoint
 from .config import TrainConfig, from_mapping
 from .distillation import DistillationTask
 from .teachers import Teacher, open_teacher
+
+_newton_schulz = muon.zeropower_via_newtonschulz
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -165,6 +168,9 @@ def build_task(config: TrainConfig, model: nn.Module, device: torch.device, teac
 
 def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over the parameters of `module`; timm leaves out the options that it does not have."""
+    # timm's Muon orthogonalizes in bfloat16, which most CPUs emulate: a step then takes several times as long
+    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+    muon.zeropower_via_newtonschulz = partial(_newton_schulz, dtype=torch.float32) if on_cpu else _newton_schulz
     # torch's fused AdamW makes one pass over the weights instead of a dozen, on CPUs too
     fused = {"fused": True} if config.opt == "adamw" else {}
     try:

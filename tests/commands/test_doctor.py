@@ -45,6 +45,17 @@ def test_errors_are_measured():
     assert doctor.scan_error("torch", CPU, torch.bfloat16) > 1e-5
 
 
+@pytest.mark.parametrize("wrong_on_a_grid", [False, True])
+def test_both_kinds_of_scan_are_checked(monkeypatch, wrong_on_a_grid):
+    right = doctor.hgru_scan
+
+    def scan(*args, grid=None, **kwargs):
+        return right(*args, grid=grid, **kwargs) * (1.001 if (grid is not None) == wrong_on_a_grid else 1)
+
+    monkeypatch.setattr(doctor, "hgru_scan", scan)
+    assert doctor.scan_error("torch", CPU, torch.float32) > 5e-4
+
+
 def test_a_backend_that_computes_wrongly(capsys, monkeypatch):
     right = doctor.hgru_scan
     monkeypatch.setattr(doctor, "hgru_scan", lambda *args, **kwargs: right(*args, **kwargs) * 1.001)
