@@ -93,7 +93,7 @@ TABLE = [
         "hgrn_vision/train",
         "__init__ config recipes finetune_recipe build engine evaluation checkpoint run run_folder environment "
         "distributed faults memory observer trackers summary teachers distillation photo_splits",
-        ("train", "report", "data", "files", "randomness", "version"),
+        ("train", "report", "data", "hgrn", "weights", "files", "randomness", "version"),
     ),
     (
         "hgrn_vision/inference",

@@ -17,7 +17,9 @@ from timm.task.task import TrainingTask
 from torch import nn
 
 from ..data.spec import DataSpec, resolve_spec
+from ..hgrn import HgrnDeit
 from ..randomness import seed_weights
+from ..weights import checkpoint_filter_fn
 from .checkpoint import Checkpoint
 from .config import TrainConfig, from_mapping
 from .distillation import DistillationTask
@@ -58,11 +60,13 @@ def _create(name: str, num_classes: int, pretrained: bool, arguments: dict[str, 
 
 
 def load_body(model: nn.Module, weights: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Load all weights except those of the head, which is new."""
+    """Load all weights except those of the head, which is new; patches are resampled to the model's size."""
     # not the head that the model was created with: a run with the same seed may have trained these weights for it
     seed_weights(seed, 2)
     model.reset_classifier(model.num_classes)
     head = _head(model)
+    if isinstance(model, HgrnDeit):
+        weights = checkpoint_filter_fn(dict(weights), model)
     body = {name: tensor for name, tensor in weights.items() if name not in head}
     own = {name: tensor for name, tensor in model.state_dict().items() if name in head}
     try:

@@ -33,10 +33,15 @@ def model_settings(side: int, quick: bool = False) -> dict[str, Any]:
 
 
 def fitting_side(settings: dict[str, Any], side: int, exact: bool) -> int:
-    """`side`, or the next smaller one that the model's patches fill; a ValueError where it has to be exact."""
+    """`side`, or the next smaller one that the model's patches fill.
+
+    Where it has to be exact, models that pad images take any; for others a ValueError names those that fit.
+    """
     patch_embed = getattr(_outline(settings), "patch_embed", None)
     patch = getattr(patch_embed, "patch_size", (1, 1))[0]
     fitting = max(patch, side // patch * patch)
+    if exact and getattr(patch_embed, "dynamic_img_pad", False):
+        return side
     if exact and fitting != side:
         raise ValueError(
             f"--img-size {side} is not a multiple of the model's patch size; {fitting} and {fitting + patch} are"

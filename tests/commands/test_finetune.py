@@ -261,7 +261,10 @@ def test_bad_input_is_one_line_and_code_2(case, tmp_path, capsys):
 def test_bad_flags(photos, tmp_path, capsys):
     for flags, message in (
         (["--init", "nowhere"], "no model at nowhere"),
-        (["--img-size", "100"], "--img-size 100 is not a multiple of the model's patch size; 96 and 104 are"),
+        (
+            ["--model", "deit_tiny_patch16_224", "--img-size", "100"],
+            "--img-size 100 is not a multiple of the model's patch size; 96 and 112 are",
+        ),
         (["--freeze", "head"], "freeze must be body or a number of layers"),
         (["--batch-size", "64"], "fewer than one batch of 64"),
         ([*TINY, "--init", str(photos)], "is not a model folder"),

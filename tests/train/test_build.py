@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import SMALL, Setup, digits
 
 from hgrn_vision.train.build import (
@@ -60,6 +61,42 @@ def test_first_weights_are_taken_over_and_the_head_is_new():
     deeper = build_model(digits(model_args={**SMALL, "depth": 3}), 7)
     with pytest.raises(ValueError, match="the initial weights do not fit the model: .*blocks.2"):
         load_body(model, deeper.state_dict(), seed=0)
+
+
+def test_first_weights_suit_other_patches_and_a_local_convolution():
+    other = build_model(digits(seed=1), 7)
+    model = build_model(digits(model_args={**SMALL, "patch_size": 4, "local_conv": 3}), 10)
+    load_body(model, other.state_dict(), seed=0)
+    # twice the patch on an image twice as large: nearly the same tokens
+    image = torch.nn.functional.interpolate(torch.randn(1, 3, 4, 4), size=16, mode="bicubic")
+    large = torch.nn.functional.interpolate(image, scale_factor=4 // other.patch_embed.patch_size[0], mode="bicubic")
+    (tokens, _), (same, _) = other.embed(image), model.embed(large)
+    assert (tokens - same).abs().max() < 0.2 * tokens.abs().max()
+    features = other.forward_features(image)
+    assert (model.forward_features(large) - features).abs().max() < 0.2 * features.abs().max()
+
+
+class Dtypes(TorchDispatchMode):
+    """Records the dtypes that operations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {out.dtype} if isinstance(out, torch.Tensor) else set()
+        return out
+
+
+def test_muon_keeps_to_float32_on_cpus():
+    model = torch.nn.Linear(8, 16)
+    optimizer = build_optimizer(digits(opt="muon"), model)
+    model(torch.randn(3, 8)).square().sum().backward()
+    before = model.weight.clone()
+    with Dtypes() as dtypes:
+        optimizer.step()
+    assert dtypes.seen == {torch.float32} and not torch.equal(model.weight, before)
 
 
 def test_machine_settings_reach_the_model(monkeypatch):

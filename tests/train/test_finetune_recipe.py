@@ -34,8 +34,11 @@ def test_a_side_that_patches_fill():
     settings = {"model": "hgrn_deit_tiny", "model_args": {"patch_size": 8}}
     assert [fitting_side(settings, side, exact=False) for side in (64, 71, 72, 3)] == [64, 64, 72, 8]
     assert fitting_side(settings, 72, exact=True) == 72
+    # the model pads images to whole patches, unless it is told not to
+    assert fitting_side(settings, 71, exact=True) == 71
+    strict = {**settings, "model_args": {"patch_size": 8, "dynamic_img_pad": False}}
     with pytest.raises(ValueError, match="--img-size 71 is not a multiple of the model's patch size; 64 and 72 are"):
-        fitting_side(settings, 71, exact=True)
+        fitting_side(strict, 71, exact=True)
     # a convolutional model has no patches
     assert fitting_side({"model": "test_resnet"}, 71, exact=True) == 71
 
