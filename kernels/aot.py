@@ -2,9 +2,11 @@
 
     python -m hgrn_vision.kernels.aot --target sm_80 gfx942 --dtype bf16
 
-Exit code 1 where a kernel needs more registers than its target's limit, spills, uses a stack or an atomic operation.
-Registers, spills, stack, shared memory and atomics are read from the compiled code. Loads, stores and bytes are counted
-in the compiled Triton IR, each times the trip count of its loop for a full chunk. Times are a model, not a measurement.
+Exit code 1 where a kernel needs more registers than its target's limit, spills, uses a stack or an atomic operation,
+or where a path in one pass moves more than PASS_BYTES times the least bytes. Registers, spills, stack, shared memory
+and atomics are read from the compiled code. Loads, stores and bytes are counted in the compiled Triton IR, each times
+the trip count of its loop: what a launch visits first comes from memory, what it visits again from a cache. That the
+cache still holds it, and all times, are a model, not a measurement.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import product
+from unittest import mock
 
 import torch
 from tqdm import tqdm
@@ -32,20 +35,27 @@ TARGETS = {  # name: backend, architecture, threads per warp
     "gfx90a": ("hip", "gfx90a", 64),
 }
 REGISTERS = {"sm_80": 128, "sm_90": 128, "sm_100": 128, "gfx942": 176, "gfx90a": 176}  # at most, per thread
+PASS_BYTES = 1.3
 COMPILE_SECONDS = 30
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IR_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 # the shapes of HGRN-Tiny and HGRN-Small, 16 x 16 tokens
 B, T, WIDTHS = 128, 256, {"tiny": 192, "small": 384}
+PATHS = ("chunks", "one pass")
+PARAMETERS = ("lower_bound", "rotation", "bias")
+WORKSPACES = ("ends", "starts")  # of the sequence kernels, written in a program's first sweep and read in its second
 # peak bytes and bf16 operations per second, from NVIDIA's data sheets (SXM, 80 GB)
 GPUS = {"A100": (2.04e12, 312e12), "H100": (3.35e12, 989e12)}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel, as the launchers of triton_scan make it."""
+    """One launch of a kernel, as the launchers of triton_scan make it, over sequences of so many tokens."""
 
+    path: str
+    step: str
     kernel: str
+    tokens: int
     programs: int
     channels_per_thread: int
     tensors: tuple[torch.dtype | None, ...]
@@ -61,6 +71,8 @@ class Report:
     """What a kernel compiled for a target costs: counts per token and channel, CPU seconds unless it was cached."""
 
     target: str
+    path: str
+    step: str
     kernel: str
     dtype: str
     gate: bool | None
@@ -73,30 +85,36 @@ class Report:
     seconds: float | None
     loads: float
     stores: float
-    bytes: float
+    memory: float
+    cache: float
+    sums: float
     failures: list[str] = field(default_factory=list)
 
 
-def record_launches(dtype: torch.dtype, fields: int, directions: int, D: int = WIDTHS["tiny"]) -> list[Launch]:
+def record_launches(
+    path: str, dtype: torch.dtype, fields: int, directions: int, D: int = WIDTHS["tiny"]
+) -> list[Launch]:
     """The launches of a forward and a backward with a bias, recorded on tensors without memory."""
     from . import triton_scan
 
     launches = []
+    step = "forward"
 
-    def record(kernel, programs, channels_per_thread, *tensors, **constants):
+    def record(kernel, programs, channels_per_thread, *tensors, T, WIDTH=1, **constants):
         dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
-        constants = tuple((name, value) for name, value in constants.items() if name != "T")
-        launches.append(Launch(kernel.__name__, programs, channels_per_thread, dtypes, constants))
+        name = kernel.__name__
+        launches.append(Launch(path, step, name, T, programs, channels_per_thread, dtypes, tuple(constants.items())))
 
-    run, triton_scan.launch = triton_scan.launch, record
-    try:
-        x = torch.empty(B, T, fields * D, dtype=dtype, device="meta")
-        dout = torch.empty(B, T, 2 * D, dtype=dtype, device="meta")
-        parameters = [torch.empty(shape, device="meta") for shape in ((D,), (directions, D), (fields * D,))]
+    x = torch.empty(B, T, fields * D, dtype=dtype, device="meta")
+    dout = torch.empty(B, T, 2 * D, dtype=dtype, device="meta")
+    parameters = [torch.empty(shape, device="meta") for shape in ((D,), (directions, D), (fields * D,))]
+    with (
+        mock.patch.object(triton_scan, "launch", record),
+        mock.patch.object(triton_scan, "one_pass", lambda *_: path == "one pass"),
+    ):
         _, states = triton_scan.forward(x, *parameters)
+        step = "backward"
         triton_scan.backward(dout, x, *parameters, states)
-    finally:
-        triton_scan.launch = run
     return launches
 
 
@@ -116,8 +134,10 @@ def compile_launch(launch: Launch, target: str) -> Report:
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], constexprs[(i,)] = "constexpr", constants[name]
-        elif name == "T":
+        elif name in ("T", "WIDTH"):
             signature[name] = "i32"
+        elif launch.tensors[i] is None:
+            signature[name], constexprs[(i,)] = "constexpr", None
         else:
             signature[name], attributes[(i,)] = IR_TYPES[launch.tensors[i]], known
     hits = []
@@ -133,6 +153,8 @@ def compile_launch(launch: Launch, target: str) -> Report:
     }
     return Report(
         target=target,
+        path=launch.path,
+        step=launch.step,
         kernel=launch.kernel.removesuffix("_kernel") + ("_adjoint" if constants.get("ADJOINT") else ""),
         dtype=next(name for name, dtype in DTYPES.items() if dtype == launch.dtype),
         gate={5: True, 3: False}.get(constants.get("FIELDS")),
@@ -186,9 +208,13 @@ def read_amdgcn(code: str) -> dict[str, int]:
     }
 
 
-def memory_operations(ir: str) -> Iterator[tuple[str, str, int]]:
-    """The loads and stores of a kernel in Triton IR: operation, argument of the kernel, loop (0: none)."""
+def memory_operations(ir: str) -> Iterator[tuple[str, str, int, bool]]:
+    """The loads and stores of a kernel in Triton IR: operation, argument of the kernel, loop (0: none), whether again.
+
+    A load is made again if the same round of the loop has loaded from the same pointer.
+    """
     root: dict[str, str] = {}
+    seen = set()
     loop, loops = 0, 0
     for line in ir.splitlines():
         if "scf.for" in line:
@@ -199,30 +225,50 @@ def memory_operations(ir: str) -> Iterator[tuple[str, str, int]]:
         elif step := re.match(r"\s*(%\S+) = tt\.(?:addptr|splat) (%[^\s,]+)", line):
             root[step[1]] = root.get(step[2], step[2])
         elif access := re.search(r"\btt\.(load|store) (%[^\s,]+)", line):
-            yield access[1], root[access[2]].removeprefix("%"), loop
+            again = (access[0], loop) in seen
+            seen.add((access[0], loop))
+            yield access[1], root[access[2]].removeprefix("%"), loop, again
+
+
+def rounds_of_loop(launch: Launch) -> int:
+    """Trip count of a kernel's last loop; that of a sweep before it is one less."""
+    constants = dict(launch.constants)
+    if launch.kernel == "carry_kernel":
+        return launch.tokens // constants["CT"] // constants["BATCH"]
+    if launch.kernel == "forward_sequence_kernel":
+        return launch.tokens // constants["GT"]
+    if launch.kernel == "backward_sequence_kernel":
+        return launch.tokens // constants["CT"]
+    return constants["CT"] // (constants["GT"] if "GT" in constants else constants["BATCH"])
 
 
 def traffic(ir: str, launch: Launch, element_size: dict[str, int]) -> dict[str, float]:
-    """Loads and stores of a launch per token and channel, and the bytes of them that memory must serve.
+    """Loads and stores of a launch per token and channel, and the bytes of them that memory and that a cache serves.
 
-    Caches serve the parameters, which all programs share, and the first sweep of an apply kernel, which reads what the
-    second reads again soon after: these count as loads but not as bytes.
+    A kernel's last loop visits all it works on, and any loop before it some of that: who comes first finds it in
+    memory, who comes second in a cache. Caches also serve the parameters, which all programs share.
     """
     constants = dict(launch.constants)
     operations = list(memory_operations(ir))
-    last = max(loop for _, _, loop in operations)
-    if launch.kernel == "carry_kernel":
-        rounds = T // constants["CT"] // constants["BATCH"]
-    else:
-        rounds = constants["CT"] // (constants["GT"] if "GT" in constants else constants["BATCH"])
+    last = max(loop for _, _, loop, _ in operations)
+    rounds = rounds_of_loop(launch)
     count: Counter = Counter()
-    for operation, argument, loop in operations:
+    for operation, argument, loop, again in operations:
         times = {0: 1, last: rounds}.get(loop, rounds - 1)
         blocks = times * launch.programs * constants["BD"] / (B * T * constants["D"])
         count[operation] += blocks
-        if argument not in ("lower_bound", "rotation", "bias") and loop in (0, last):
-            count["bytes"] += blocks * element_size[argument]
-    return {"loads": count["load"], "stores": count["store"], "bytes": count["bytes"]}
+        complete = argument not in PARAMETERS and loop in (0, last) and not again
+        first = operation == "store" if argument in WORKSPACES else complete
+        count["memory" if first else "cache"] += blocks * element_size[argument]
+        if argument == "sums":
+            count["sums"] += blocks * element_size[argument]
+    return {
+        "loads": count["load"],
+        "stores": count["store"],
+        "memory": count["memory"],
+        "cache": count["cache"],
+        "sums": count["sums"],
+    }
 
 
 def judge(report: Report) -> None:
@@ -236,34 +282,26 @@ def judge(report: Report) -> None:
 
 def scan_bytes(reports: Sequence[Report]) -> list[dict]:
     """Bytes per token and channel of a whole forward and backward, and the least that any scan must move."""
-    from . import triton_scan
-
     reports = [report for report in reports if report.target == reports[0].target]
     rows = []
-    for apply in (report for report in reports if report.kernel.endswith("_apply")):
-        step = apply.kernel.removesuffix("_apply")
-        carry = "carry" if step == "forward" else "carry_adjoint"
-        fields = 5 if apply.gate else 3
-        total = sum(
-            report.bytes
-            for report in reports
-            if (report.directions, report.kernel) == (apply.directions, carry)
-            or (report.kernel.startswith(step) and _variant(report) == _variant(apply))
-        )
-        least = fields + 2
-        if step == "backward":
-            # torch adds up the partial sums
-            total += (1 + apply.directions + fields) * torch.float32.itemsize / triton_scan.CT
-            least += fields
-        least *= DTYPES[apply.dtype].itemsize
-        rows.append(
-            dict(step=step, dtype=apply.dtype, gate=apply.gate, directions=apply.directions, bytes=total, least=least)
-        )
+    for path, step, dtype, gate, directions in dict.fromkeys(map(_variant, reports)):
+        if gate is None:
+            continue
+        # the carry is in float32 and has no gate, whatever the input
+        known = ((path, step, dtype, gate, directions), (path, step, "fp32", None, directions))
+        parts = [report for report in reports if _variant(report) in known]
+        fields = 5 if gate else 3
+        least = (fields + 2 if step == "forward" else 2 * fields + 2) * DTYPES[dtype].itemsize
+        # torch adds up the partial sums
+        memory = sum(report.memory + report.sums for report in parts)
+        cache = sum(report.cache for report in parts)
+        row = dict(path=path, step=step, dtype=dtype, gate=gate, directions=directions)
+        rows.append(row | dict(memory=memory, cache=cache, least=least, ratio=memory / least))
     return rows
 
 
 def _variant(report: Report) -> tuple:
-    return report.dtype, report.gate, report.directions
+    return report.path, report.step, report.dtype, report.gate, report.directions
 
 
 def matmul_seconds(rows: int, inner: int, columns: int, bandwidth: float, operations: float) -> float:
@@ -274,23 +312,31 @@ def matmul_seconds(rows: int, inner: int, columns: int, bandwidth: float, operat
 
 def roofline(rows: Sequence[dict]) -> list[dict]:
     """Predicted microseconds of the mixer's scan and of its two matmuls, bf16, gated, both directions."""
-    moved = {row["step"]: row for row in rows if (row["dtype"], row["gate"], row["directions"]) == ("bf16", True, 2)}
+    from . import triton_scan
+
+    rows = [row for row in rows if (row["dtype"], row["gate"], row["directions"]) == ("bf16", True, 2)]
     predictions = []
-    for (gpu, peak), (size, D), step in product(GPUS.items(), WIDTHS.items(), moved):
+    for (gpu, peak), (size, D), row in product(GPUS.items(), WIDTHS.items(), rows):
         matmuls = 0.0
         for inner, columns in ((D, 5 * D), (2 * D, D)):
-            if step == "forward":
+            if row["step"] == "forward":
                 matmuls += matmul_seconds(B * T, inner, columns, *peak)
             else:
                 matmuls += matmul_seconds(B * T, columns, inner, *peak) + matmul_seconds(inner, B * T, columns, *peak)
-        scan, least = (1e6 * moved[step][name] * B * T * D / peak[0] for name in ("bytes", "least"))
-        predictions.append(dict(gpu=gpu, size=size, step=step, scan=scan, least=least, matmuls=1e6 * matmuls))
+        moved = dict(scan=row["memory"], uncached=row["memory"] + row["cache"], least=row["least"])
+        scans = {name: 1e6 * count * B * T * D / peak[0] for name, count in moved.items()}
+        taken = triton_scan.one_pass(B, T, D) == (row["path"] == "one pass")
+        where = dict(gpu=gpu, size=size, step=row["step"], path=row["path"], taken=taken)
+        predictions.append(where | scans | dict(matmuls=1e6 * matmuls))
     return predictions
 
 
 def compile_all(targets: Sequence[str], dtypes: Sequence[str]) -> list[Report]:
     """A report for every distinct kernel of every variant, compiled by two processes."""
-    variants = [record_launches(DTYPES[dtype], *variant) for dtype, *variant in product(dtypes, (5, 3), (2, 1))]
+    variants = [
+        record_launches(path, DTYPES[dtype], *variant)
+        for dtype, path, *variant in product(dtypes, PATHS, (5, 3), (2, 1))
+    ]
     launches = list(dict.fromkeys(launch for variant in variants for launch in variant))
     jobs = [(launch, target) for target in targets for launch in launches]
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -314,12 +360,15 @@ def print_table(rows: Sequence[dict]) -> None:
 
 def print_reports(reports: Sequence[Report], moved: Sequence[dict], predictions: Sequence[dict]) -> None:
     print(f"Compiled kernels, D={WIDTHS['tiny']}; loads, stores and bytes per token and channel, from the Triton IR")
-    print_table([{k: v for k, v in asdict(report).items() if k != "failures"} for report in reports])
+    print("(memory: bytes that a launch visits first; cache: bytes that it visits again; sums: part of memory)")
+    hidden = ("step", "failures")
+    print_table([{k: v for k, v in asdict(report).items() if k not in hidden} for report in reports])
     print("\nBytes per token and channel, all kernels of a step, and the least any scan must move")
     print_table(moved)
     if predictions:
         print(f"\nMODEL, not measured: microseconds at peak bandwidth or throughput, bf16, batch {B}, {T} tokens")
-        print("(scan: bytes as above; least: the same at the least bytes; matmuls: both projections of the mixer)")
+        print("(taken: the path that runs at this shape; scan: bytes of memory as above; uncached: if no cache held")
+        print("anything; least: at the least bytes; matmuls: both projections of the mixer)")
         print_table(predictions)
 
 
@@ -354,6 +403,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"kernels": [asdict(report) for report in reports], "scan": moved, "model": predictions}))
     else:
         print_reports(reports, moved, predictions)
+    over = [row for row in moved if row["path"] == "one pass" and row["ratio"] > PASS_BYTES]
+    for row in over:
+        name = f"{row['path']} {row['step']} {row['dtype']} gate={row['gate']} directions={row['directions']}"
+        print(f"FAILED {name}: {row['ratio']:.2f} times the least bytes, at most {PASS_BYTES}", file=sys.stderr)
     for report in reports:
         name = f"{report.target} {report.kernel} {report.dtype} gate={report.gate} directions={report.directions}"
         for failure in report.failures:
@@ -362,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 f"warning: {name} took {report.seconds:.0f} s to compile, more than {COMPILE_SECONDS}", file=sys.stderr
             )
-    return 1 if any(report.failures for report in reports) else 0
+    return 1 if over or any(report.failures for report in reports) else 0
 
 
 if __name__ == "__main__":

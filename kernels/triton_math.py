@@ -136,6 +136,15 @@ def locate(T, D: tl.constexpr, CT: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+def locate_sequence(T, STEP, D: tl.constexpr, BD: tl.constexpr):
+    """The program's sequence of T tokens, its first token, its channels; STEP sequences lie interleaved."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    i_s = tl.program_id(0) // BLOCKS
+    o_d = tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    return i_s.to(tl.int64), (i_s // STEP).to(tl.int64) * (T * STEP) + i_s % STEP, o_d
+
+
+@triton.jit
 def where_inside(o_d, t, left, D: tl.constexpr):
     """Mask of the channels below D of a token that is not past the end."""
     return o_d < tl.where(t < left, D, 0)

@@ -66,7 +66,8 @@ MODEL = ("backend", "block", "glu", "hgrn", "layers", "packaged", "pyramid", "re
 TABLE = [
     (
         "kernels",
-        "reference torch_scan triton_scan triton_math aot cpu_library cpu_build cpu_scan cpu_glu cpu_block",
+        "reference torch_scan triton_scan triton_chunks triton_sequence triton_group triton_math aot "
+        "cpu_library cpu_build cpu_scan cpu_glu cpu_block",
         ("kernels",),
     ),
     ("hgrn_vision", "version files randomness recompute weights", ()),

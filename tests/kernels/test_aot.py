@@ -10,8 +10,12 @@ import pytest
 
 from hgrn_vision.kernels import aot
 
+KEPT = pytest.importorskip("hgrn_vision.kernels.triton_scan", reason="triton is not installed here").KEPT
 pytest.importorskip("triton.knobs", reason="needs triton 3.4 or newer")
 ROOT = Path(__file__).resolve().parents[2]
+# with and without gate and in one and two directions: aggregate and apply of both steps, and both steps in one pass;
+# carry and its adjoint in one and two directions
+KERNELS = 2 * 2 * (4 + 2) + 2 * 2
 AOT = [sys.executable, "-m", "hgrn_vision.kernels.aot"]
 
 
@@ -37,14 +41,13 @@ def test_float32(tmp_path):
     result = run([*AOT, "--target", "sm_80", "--dtype", "fp32", "--json"], TRITON_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
     kernels = json.loads(result.stdout)["kernels"]
-    assert len(kernels) == 4 * 2 * 2 + 2 * 2
+    assert len(kernels) == KERNELS
     assert all(kernel["dtype"] == "fp32" and kernel["failures"] == [] for kernel in kernels)
 
 
 def check_bars(report):
     kernels = report["kernels"]
-    # aggregate and apply of both steps with and without gate, carry and its adjoint, in one and two directions
-    assert len(kernels) == 2 * (4 * 2 * 2 + 2 * 2)
+    assert len(kernels) == 2 * KERNELS
     assert {kernel["target"] for kernel in kernels} == {"sm_80", "gfx942"}
     for kernel in kernels:
         assert kernel["registers"] <= (128 if kernel["target"] == "sm_80" else 176), kernel
@@ -62,22 +65,41 @@ def check_traffic(report):
         # reads c and f, bias and parameters once a chunk of 16; writes two states and the product of decays
         aggregate = by_name["forward_aggregate", target]
         assert aggregate["loads"] == 3 + (3 + 1 + 8) / 16 and aggregate["stores"] == 5 / 16
-        assert aggregate["bytes"] == 3 * 2 + 5 * 4 / 16
+        assert aggregate["memory"] == 3 * 2 + 5 * 4 / 16 and aggregate["cache"] == (3 + 1 + 8) * 4 / 16
         # writes dx, and a sum for each of its five fields, the lower bound and two angles
         apply = by_name["backward_apply", target]
         assert apply["stores"] == 5 + 8 / 16
-        assert apply["bytes"] == 7 * 2 + 5 * 2 + (4 + 4 + 8) * 4 / 16
+        assert apply["memory"] == 7 * 2 + 5 * 2 + (4 + 4 + 8) * 4 / 16
+        # all but the last group of two tokens are read twice, and parameters once a chunk
+        assert apply["cache"] == 7 * 2 * 14 / 16 + (5 + 1 + 8) * 4 / 16
+        # all but the first group is read twice, but its gates once; a state is kept per group
+        sequence = by_name["forward_sequence", target]
+        again, kept = 1 - KEPT["forward"] / 256, 2 * 4 / KEPT["forward"]
+        assert sequence["memory"] == 5 * 2 + 2 * 2 + kept * again
+        assert sequence["cache"] == 3 * 2 * again + kept + (5 + 1 + 8) * 4 / 256
+        # of every two groups in a chunk, one is read a third time
+        sequence = by_name["backward_sequence", target]
+        again, kept = 1 - KEPT["backward"] / 256, 4 * 4 / KEPT["backward"]
+        assert sequence["memory"] == 7 * 2 + 5 * 2 + kept * again + 8 * 4 / 256
+        assert sequence["cache"] == 7 * 2 * (again + 1 / 2) + kept + (5 + 1 + 8) * 4 / 256
+    assert len(report["scan"]) == 2 * 2 * 2 * 2
     for row in report["scan"]:
-        assert row["least"] < row["bytes"] < 2.1 * row["least"], row
+        assert row["least"] < row["memory"] + 1e-9 and row["cache"] > 0, row
+        assert row["memory"] < (1.3 if row["path"] == "one pass" else 2.1) * row["least"], row
 
 
 def check_model(report):
-    rows = {(row["gpu"], row["size"], row["step"]): row for row in report["model"]}
-    assert len(rows) == 8
+    rows = {(row["gpu"], row["size"], row["path"], row["step"]): row for row in report["model"]}
+    assert len(rows) == 16
     # 14 bytes for each of 128 x 256 x 192 at 2.04 TB/s
-    assert rows["A100", "tiny", "forward"]["least"] == pytest.approx(43.2, abs=0.1)
-    for row in rows.values():
-        assert 0 < row["least"] < row["scan"] and row["matmuls"] > 0
+    assert rows["A100", "tiny", "chunks", "forward"]["least"] == pytest.approx(43.2, abs=0.1)
+    # 128 batch rows are 384 programs in the tiny model and 768 in the small one
+    assert rows["A100", "tiny", "chunks", "forward"]["taken"] and rows["A100", "small", "one pass", "forward"]["taken"]
+    for (gpu, size, path, step), row in rows.items():
+        assert 0 < row["least"] < row["scan"] < row["uncached"] and row["matmuls"] > 0
+        assert row["taken"] != rows[gpu, size, "chunks" if path == "one pass" else "one pass", step]["taken"]
+        if path == "one pass":
+            assert row["scan"] < 0.7 * rows[gpu, size, "chunks", step]["scan"]
 
 
 def check_that_a_broken_bar_fails(report, monkeypatch, capsys):
@@ -97,9 +119,10 @@ def check_that_a_broken_bar_fails(report, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["spills", "stack", "atomics"])
 def test_every_bar_is_judged(name):
-    counts = dict(registers=64, spills=0, stack=0, shared=0, atomics=0, seconds=1.0, loads=1.0, stores=1.0, bytes=2.0)
-    good = aot.Report("sm_80", "carry", "fp32", None, 2, **counts)
-    bad = aot.Report("sm_80", "carry", "fp32", None, 2, **counts | {name: 4})
+    counts = dict(registers=64, spills=0, stack=0, shared=0, atomics=0, seconds=1.0)
+    counts |= dict(loads=1.0, stores=1.0, memory=2.0, cache=0.0, sums=0.0)
+    good = aot.Report("sm_80", "chunks", "forward", "carry", "fp32", None, 2, **counts)
+    bad = aot.Report("sm_80", "chunks", "forward", "carry", "fp32", None, 2, **counts | {name: 4})
     for report in (good, bad):
         aot.judge(report)
     assert good.failures == [] and bad.failures == [f"{name} 4, none allowed"]

@@ -23,6 +23,13 @@ if INTERPRETED:
     InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
 
+@pytest.fixture(params=["chunks", "one pass"])
+def path(request, monkeypatch):
+    """Each path in turn, although a test has few programs."""
+    monkeypatch.setattr(triton_scan, "ONE_PASS_PROGRAMS", 1 if request.param == "one pass" else 10**9)
+    return request.param
+
+
 def make_inputs(B, T, D, K=2, fields=5, bias=True, scale=1.0, gamma=None, dtype=torch.float32):
     generator = torch.Generator().manual_seed(T * 1000 + D)
     x = (scale * torch.randn(B, T, fields * D, generator=generator)).to(dtype)
@@ -79,6 +86,27 @@ def test_matches_reference(T, K, fields):
     check(*make_inputs(2 if T <= CT + 1 else 1, T, 3, K, fields, bias=(T + K) % 2 == 1))
 
 
+@pytest.mark.parametrize("T, K, fields", [(1, 2, 5), (3, 1, 5), (8, 2, 3), (9, 1, 3), (CT + 5, 2, 5)])
+def test_one_pass_matches_reference(monkeypatch, T, K, fields):
+    monkeypatch.setattr(triton_scan, "ONE_PASS_PROGRAMS", 1)
+    check(*make_inputs(2, T, 3, K, fields, bias=(T + K) % 2 == 0))
+
+
+def test_one_pass_where_programs_fill_a_gpu():
+    """Short sequences in numbers: 512 programs of 64 channels, for which no states are saved."""
+    for B, T, D, expected in [
+        (512, 1024, 64, True),
+        (511, 1024, 64, False),
+        (512, 1025, 64, False),
+        (171, 1, 129, True),
+        (170, 1, 192, False),
+        (0, 4, 64, False),
+    ]:
+        assert triton_scan.one_pass(B, T, D) == expected, (B, T, D)
+        chunks = triton_scan.states_shape(B, T, D, 2)[1]
+        assert chunks == (0 if expected else -(-T // CT)), (B, T, D)
+
+
 @pytest.mark.parametrize("T", [CT, CT + 1])
 def test_one_channel(T):
     check(*make_inputs(1, T, 1))
@@ -86,7 +114,7 @@ def test_one_channel(T):
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU's exponentials are approximate, those of the loop are not")
 @pytest.mark.parametrize("T, gamma", [(CT, 0.935), (37, 0.999)])
-def test_each_channel_is_as_exact_as_the_loop(monkeypatch, T, gamma):
+def test_each_channel_is_as_exact_as_the_loop(monkeypatch, path, T, gamma):
     """Sums over tokens can cancel to any degree, so that one channel shows little: of many, the middle and the tail."""
     D = 512
     monkeypatch.setattr(triton_scan, "BD", D)
@@ -98,7 +126,7 @@ def test_each_channel_is_as_exact_as_the_loop(monkeypatch, T, gamma):
 
 
 @pytest.mark.parametrize("T, K, fields", [(1, 2, 5), (2, 1, 3)])
-def test_each_channel_of_large_inputs(monkeypatch, T, K, fields):
+def test_each_channel_of_large_inputs(monkeypatch, path, T, K, fields):
     """Tiny gates, decays and their gradients keep their digits, in all but the few channels where terms cancel."""
     D = 512
     monkeypatch.setattr(triton_scan, "BD", D)
@@ -110,7 +138,7 @@ def test_each_channel_of_large_inputs(monkeypatch, T, K, fields):
             assert (ours > loops.clamp_min(2e-6)).sum() <= 0.02 * D, name
 
 
-def test_width_no_multiple_of_the_block():
+def test_width_no_multiple_of_the_block(path):
     check(*make_inputs(1, CT + 1, triton_scan.BD + 6))
 
 
@@ -119,12 +147,12 @@ def test_lower_bounds_at_the_ends(gamma):
     check(*make_inputs(1, 37, 5, gamma=gamma))
 
 
-def test_large_inputs():
+def test_large_inputs(path):
     check(*make_inputs(1, 37, 5, scale=30))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
+def test_half_precision(path, dtype):
     check(*make_inputs(1, CT + 3, 5, dtype=dtype))
 
 
@@ -134,6 +162,11 @@ def test_more_chunks_than_a_batch_of_the_carry():
 
 def test_long():
     check(*make_inputs(1, 1000, 2, fields=3, gamma=1 - 1e-4))
+
+
+def test_long_in_one_pass(monkeypatch):
+    monkeypatch.setattr(triton_scan, "ONE_PASS_PROGRAMS", 1)
+    check(*make_inputs(1, 300, 2, fields=3, gamma=1 - 1e-4))
 
 
 def test_any_strides():
@@ -146,7 +179,7 @@ def test_any_strides():
         assert torch.equal(got[name], want[name]), name
 
 
-def test_empty_batch():
+def test_empty_batch(path):
     for bias in (True, False):
         inputs = make_inputs(0, 7, 6, bias=bias)
         result = by_kernel(*inputs)
@@ -156,7 +189,7 @@ def test_empty_batch():
 
 
 @pytest.mark.parametrize("K, fields", [(2, 5), (1, 3)])
-def test_stays_within_its_buffers(monkeypatch, K, fields):
+def test_stays_within_its_buffers(monkeypatch, path, K, fields):
     """Every tensor of every launch between NaNs: none may be read, none written over, repeats give the same bits."""
     inputs = make_inputs(1, CT + 1, 3, K, fields)
     want = by_kernel(*inputs)
@@ -179,13 +212,13 @@ def test_stays_within_its_buffers(monkeypatch, K, fields):
 
     monkeypatch.setattr(triton_scan, "launch", guarded_launch)
     got = by_kernel(*inputs)
-    assert len(launches) == 6
+    assert len(launches) == (2 if path == "one pass" else 6)
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
 
 
 @pytest.mark.parametrize("field", [1, 2])
-def test_nan_is_not_hidden(field):
+def test_nan_is_not_hidden(path, field):
     x, bias, lower_bound, theta, dout = make_inputs(1, CT + 2, 3, K=1, fields=3)
     x[0, 4, field * 3] = torch.nan
     result = by_kernel(x, bias, lower_bound, theta, dout)
@@ -195,7 +228,7 @@ def test_nan_is_not_hidden(field):
     assert result["dx"][0, 4, field * 3].isnan() and result["dbias"][field * 3].isnan()
 
 
-def test_operation():
+def test_operation(path):
     """As the operation that models call: by autograd, and with what a compiler sees of it."""
     x, bias, lower_bound, theta, dout = make_inputs(1, 3, 2)
     leaves = [t.requires_grad_() for t in (x, lower_bound, theta, bias)]
@@ -204,4 +237,4 @@ def test_operation():
     grads = torch.autograd.grad(out, [x, bias, lower_bound, theta], dout)
     for name, value in zip(NAMES, (out, *grads), strict=True):
         torch.testing.assert_close(value.double(), want[name], rtol=2e-6, atol=2e-6, msg=name)
-    torch.library.opcheck(_scan, (*leaves, "triton"))
+    torch.library.opcheck(_scan, (*leaves, "triton", 0))
