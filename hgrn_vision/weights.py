@@ -82,7 +82,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike, drop_head: bool =
     Args:
         model: an HGRN model from timm.create_model.
         path: the file.
-        drop_head: skip a head whose number of classes differs from the model's.
+        drop_head: skip a head whose number of classes differs from the model's, or any if the model has none.
 
     Returns:
         The names of the model's tensors that were not loaded: those of a dropped head, those of a pyramid where the
@@ -99,7 +99,8 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike, drop_head: bool =
     if drop_head:
         head = [name for name in own if name.startswith("head.")]
         dropped = [name for name in head if name not in state_dict or state_dict[name].shape != own[name].shape]
-        if dropped:
+        # a model without a head has no use for one either
+        if dropped or not head:
             dropped = head
             state_dict = {name: tensor for name, tensor in state_dict.items() if not name.startswith("head.")}
     dropped = [*dropped, *new]

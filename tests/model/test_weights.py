@@ -157,6 +157,7 @@ def test_a_head_of_another_class_count_is_dropped_on_request(tmp_path):
     assert torch.equal(other.head.weight, before)
     assert torch.equal(other.lower_bound, model.lower_bound)
     assert load_checkpoint(ours(), path, drop_head=True) == []
+    assert load_checkpoint(ours(num_classes=0), path, drop_head=True) == []
 
 
 @pytest.mark.parametrize(

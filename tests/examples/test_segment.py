@@ -1,0 +1,200 @@
+"""examples/segment.py: scenes from digits, folders of images and masks, and what is refused."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+pytest.importorskip("segmentation_models_pytorch", reason="needs the extra 'dense'")
+
+
+def load_example(name):
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+segment = load_example("segment")
+
+
+def write_pairs(folder, count=5, size=(40, 36), values=(0, 1)):
+    """Images that are bright where their masks have the last value."""
+    rng = np.random.RandomState(0)
+    for name in ("images", "masks"):
+        (folder / name).mkdir()
+    for i in range(count):
+        mask = np.full(size[::-1], values[0], np.uint8)
+        mask[4:20, 5 : 20 + i] = values[-1]
+        image = np.where(mask == values[-1], 200, 60)[..., None] + rng.randint(0, 30, (*mask.shape, 3))
+        Image.fromarray(image.astype(np.uint8)).save(folder / "images" / f"{i}.jpg")
+        Image.fromarray(mask).save(folder / "masks" / f"{i}.png")
+    return folder / "images", folder / "masks"
+
+
+def test_scenes():
+    drawn = [segment.draw_scene(np.random.RandomState(seed), range(1437), 96) for seed in range(20)]
+    for image, mask in drawn:
+        assert image.shape == (96, 96, 3) and mask.shape == (96, 96) and image.dtype == mask.dtype == np.uint8
+        assert 0.01 < (mask > 0).mean() < 0.7
+    assert {int(v) for _, mask in drawn for v in np.unique(mask)} == set(range(segment.SCENE_CLASSES))
+    again = segment.draw_scene(np.random.RandomState(0), range(1437), 96)
+    assert all(map(np.array_equal, again, drawn[0]))
+
+
+def test_iou_is_counted_over_labelled_pixels_of_padded_images():
+    class Threshold(nn.Module):
+        def forward(self, x):
+            assert x.shape[2] % 32 == x.shape[3] % 32 == 0
+            bright = x.mean(1, keepdim=True)
+            return torch.cat([-bright, bright, torch.full_like(bright, -1e3)], 1)
+
+    image = np.zeros((40, 50, 3), np.uint8)
+    image[:, :20] = 255
+    mask = np.zeros((40, 50), np.uint8)
+    mask[:, :10] = 1
+    mask[:, 45:] = segment.UNLABELLED
+    background, bright, absent = segment.intersection_over_union(Threshold(), [(image, mask)], 3)
+    assert (background, bright) == pytest.approx((25 / 35, 10 / 20)) and np.isnan(absent)
+
+
+def test_learns_in_the_right_direction(tmp_path, capsys):
+    options = ["--steps", "30", "--batch-size", "8", "--side", "64", "--output", str(tmp_path / "out")]
+    iou = segment.run(options)
+    out = capsys.readouterr().out
+    losses = [float(line.split("loss ")[1].split()[0]) for line in out.splitlines() if line.startswith("step ")]
+    assert losses[-1] < 0.8 * losses[0]
+    # background everywhere would be 0.4
+    assert iou > 0.55
+    assert f"mean IoU {iou:.3f}" in out
+    with Image.open(tmp_path / "out" / "result.png") as drawn:
+        assert drawn.width > 400
+
+
+def test_a_folder_of_images_and_masks(tmp_path, capsys):
+    images, masks = write_pairs(tmp_path, values=(0, 255))
+    output = tmp_path / "out"
+    options = ["--steps", "6", "--batch-size", "2", "--side", "32", "--output", str(output)]
+    assert segment.main([str(images), str(masks), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "U-Net over hgrn_pyramid_tiny, 2 classes, 4 training and 1 validation images"
+    assert lines[-1].startswith("mean IoU 0.")
+    import segmentation_models_pytorch as smp
+
+    model = smp.from_pretrained(output / "unet").eval()
+    image, mask = segment.read_pairs(images, masks, 32)[0][0]
+    assert segment.predict(model, image).shape == mask.shape == (32, 36)
+    # nothing is written over
+    assert segment.main([str(images), str(masks), *options]) == 2
+    assert "out is not an empty folder" in capsys.readouterr().err
+
+
+def test_classes_are_the_values_of_the_masks(tmp_path):
+    images, masks = write_pairs(tmp_path, values=(0, 7, 90))
+    stray = np.asarray(Image.open(masks / "0.png")).copy()
+    stray[0, :] = 7
+    stray[-1, :] = 255
+    palette = Image.fromarray(stray).convert("P")
+    palette.putpalette([v for i in range(256) for v in (i, 255 - i, 0)])
+    palette.putdata(stray.flatten().tolist())
+    palette.save(masks / "0.png")
+    pairs, classes = segment.read_pairs(images, masks, 36)
+    assert classes == 3
+    assert set(np.unique(pairs[0][1])) == {0, 1, 2, segment.UNLABELLED} and set(np.unique(pairs[1][1])) == {0, 2}
+    assert pairs[0][1].shape == pairs[0][0].shape[:2] == (36, 40)
+
+
+def test_the_weights_of_a_plain_model_go_into_the_encoder(tmp_path):
+    import timm
+
+    plain = timm.create_model("hgrn_deit_tiny_patch16_224", num_classes=3)
+    torch.save(plain.state_dict(), tmp_path / "plain.pth")
+    model = segment.build(2, weights=str(tmp_path / "plain.pth"))
+    assert torch.equal(model.encoder.model.model.blocks[3].mlp.fc1.weight, plain.blocks[3].mlp.fc1.weight)
+    packaged = timm.create_model("hgrn_deit_tiny", pretrained=True).lower_bound
+    assert torch.equal(segment.build(2).encoder.model.model.lower_bound, packaged)
+    assert segment.build(2, weights="none").encoder.model.model.lower_bound.eq(1).all()
+
+
+def spoil(folder, what):
+    images, masks = folder / "images", folder / "masks"
+    if what == "mask missing":
+        (masks / "3.png").unlink()
+    elif what == "image missing":
+        (images / "3.jpg").unlink()
+    elif what == "sizes":
+        Image.new("L", (41, 36)).save(masks / "2.png")
+    elif what == "colours":
+        Image.new("RGB", (40, 36), (1, 2, 3)).save(masks / "2.png")
+    elif what == "jpeg":
+        Image.new("L", (40, 36)).save(masks / "2.png", format="JPEG")
+    elif what == "broken mask":
+        (masks / "2.png").write_bytes(b"\x89PNG nothing")
+    elif what == "broken image":
+        (images / "2.jpg").write_text("not an image")
+    elif what == "twice":
+        Image.new("L", (40, 36)).save(masks / "2.bmp")
+    elif what == "one value":
+        for path in masks.iterdir():
+            Image.new("L", (40, 36)).save(path)
+    elif what == "empty":
+        for path in images.iterdir():
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("mask missing", "1 of 5 files have no mask in {}/masks, such as {}/images/3.jpg"),
+        ("image missing", "1 of 5 files have no image in {}/images, such as {}/masks/3.png"),
+        ("sizes", "{}/images/2.jpg has 40x36 pixels, its mask {}/masks/2.png has 41x36"),
+        ("colours", "{}/masks/2.png: a mask must have one channel with the number of the class, not colours"),
+        ("jpeg", "{}/masks/2.png: JPEG changes the values of a mask; save masks as PNG"),
+        ("broken mask", "{}/masks/2.png: not an image that can be read (UnidentifiedImageError)"),
+        ("broken image", "{}/images/2.jpg: not an image in a known format"),
+        ("twice", "{}/masks/2.bmp and 2.png have the same name but for the ending"),
+        ("one value", "all masks in {}/masks have the value 0 everywhere: there is nothing to tell apart"),
+        ("empty", "{}/images has no files"),
+    ],
+)
+def test_bad_folders(what, message, tmp_path, capsys):
+    images, masks = write_pairs(tmp_path)
+    spoil(tmp_path, what)
+    assert segment.main([str(images), str(masks), "--output", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"segment.py: {message.replace('{}', str(tmp_path))}\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["nowhere", "masks"], "no such folder: nowhere"),
+        (["images"], "expected two folders, IMAGES and MASKS, or none; got one"),
+        (["--side", "100"], "--side must be a multiple of 32, got 100"),
+        (["--steps", "0"], "--steps, --batch-size and --lr must be positive"),
+        (["--weights", "nowhere.pth"], "no checkpoint file at nowhere.pth"),
+        (["--model", "hgrn_deit_tiny"], "hgrn_deit_tiny has no maps at strides 4, 8, 16 and 32"),
+        (["--model", "nonesuch"], "unknown model nonesuch"),
+    ],
+)
+def test_bad_options(options, message, tmp_path, capsys):
+    assert segment.main([*options, "--output", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_segmentation_models(monkeypatch, tmp_path, capsys):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "segmentation_models_pytorch", None)
+    assert segment.main(["--output", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == (
+        "segment.py: segmentation_models_pytorch is not installed; pip install 'hgrn_vision[dense]' brings it\n"
+    )

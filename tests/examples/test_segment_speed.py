@@ -1,0 +1,52 @@
+"""examples/segment_speed.py: a table and a chart at sizes that take no time."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+pytest.importorskip("segmentation_models_pytorch", reason="needs the extra 'dense'")
+
+
+def load_example(name):
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+speed = load_example("segment_speed")
+
+
+def test_a_table_and_a_chart(tmp_path, capsys):
+    chart = tmp_path / "chart.png"
+    assert speed.main(["--sizes", "64", "96", "--seconds", "0.01", "--chart", str(chart)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for task in speed.TASKS:
+        for size in (64, 96):
+            named = [line.split("  ")[-1] for line in lines if line.split()[:2] == [task, str(size)]]
+            assert named == [speed.U_NET, speed.HGRN_DPT, speed.VIT_DPT]
+    with Image.open(chart) as drawn:
+        assert drawn.width > 600
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--sizes", "100"], "--sizes must be multiples of 32, from 64 on, got 100"),
+        (["--sizes", "32"], "--sizes must be multiples of 32, from 64 on, got 32"),
+        (["--chart", "nowhere/chart.png"], "--chart: no such folder: nowhere"),
+    ],
+)
+def test_bad_options(options, message, capsys):
+    assert speed.main(options) == 2
+    assert capsys.readouterr().err == f"segment_speed.py: {message}\n"
+
+
+def test_without_segmentation_models(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "segmentation_models_pytorch", None)
+    assert speed.main(["--chart", str(tmp_path / "chart.png")]) == 2
+    assert "is not installed; pip install 'hgrn_vision[dense]' brings it" in capsys.readouterr().err
