@@ -1,24 +1,13 @@
 """examples/segment.py: scenes from digits, folders of images and masks, and what is refused."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from example_scripts import load_example
 from PIL import Image
 from torch import nn
 
 pytest.importorskip("segmentation_models_pytorch", reason="needs the extra 'dense'")
-
-
-def load_example(name):
-    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 segment = load_example("segment")
 

@@ -1,22 +1,12 @@
 """examples/segment_speed.py: a table and a chart at sizes that take no time."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
+from example_scripts import load_example
 from PIL import Image
 
 pytest.importorskip("segmentation_models_pytorch", reason="needs the extra 'dense'")
-
-
-def load_example(name):
-    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 speed = load_example("segment_speed")
 
