@@ -17,9 +17,10 @@ from ._flags import add_setting_flags, given_settings
 
 EXAMPLE = "hgrn-vision distill photos/ more/ --teacher resnet50.a1_in1k --output runs/student"
 NOT_HERE = ("data", "dataset", "train_split", "val_split", "input_key", "target_key", "download", "photos", "recipe")
-NOT_HERE += ("teacher", "pretrained", "balance", "loss", "smoothing", "distill_weight", "val")
+NOT_HERE += ("teacher", "balance", "loss", "smoothing", "distill_weight", "val")
 SHOWN = {
     "model": "timm model of the student [hgrn_deit_tiny]",
+    "pretrained": "start from the student's published weights",
     "img_size": "side of the student's images at the end [84]",
     "first_sizes": "smaller sides to begin with: 56x8,70x4 is 8 epochs at 56, 4 at 70",
     "teacher_size": "side of the teacher's images [its own]",

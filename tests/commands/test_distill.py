@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from launcher import Launcher
 from photographs import scene, write_scenes
@@ -176,6 +177,19 @@ def test_features_files_without_a_pack_and_few_images_to_validate_on(place, laun
     checkpoint = read(place / "features" / "checkpoints" / "last.safetensors")
     assert checkpoint.projection["weight"].shape == (32, 16, 1, 1)
     assert "broken.jpg" in (place / "features" / "bad_images.csv").read_text()
+
+
+def test_a_student_may_begin_with_its_published_weights(place, launch):
+    settings = "--pretrained --img-size 28 --lr 0 --warmup-lr 0 --min-lr 0 --warmup-epochs 0 --epochs 1 --epoch-steps 1"
+    settings += " --batch-size 2 --micro-batch 2 --ema 0 --holdout 0.2 --device cpu --threads 1 --workers 0"
+    command = ["photos", "--teacher", "teacher", *settings.split(), "--output", place / "published"]
+    code, printed = launch.run(*command)
+    assert code == 0, printed
+    ours = read(place / "published" / "checkpoints" / "last.safetensors").model
+    published = timm.create_model("hgrn_deit_tiny", pretrained=True).state_dict()
+    assert ours["head.weight"].shape == (len(CLASSES), 192)
+    for name in set(published) - {"head.weight", "head.bias"}:
+        assert torch.equal(ours[name], published[name]), name
 
 
 def test_sizes_grow(place, launch, monkeypatch):
