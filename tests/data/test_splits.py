@@ -152,6 +152,19 @@ def test_a_stream_is_as_long_as_its_limit(monkeypatch):
     assert [(reader.dist_rank, reader.dist_num_replicas) for reader in readers[:2]] == [(1, 2), (0, 1)]
 
 
+@pytest.mark.parametrize("dataset, mode", [("wds/", ""), ("tfds/flowers", "RGB")])
+def test_streams_leave_decoding_to_us_where_they_can(monkeypatch, dataset, mode):
+    modes = []
+
+    def create_reader(name, input_img_mode, **options):
+        modes.append(input_img_mode)
+        return SimpleNamespace(num_samples=30)
+
+    monkeypatch.setattr("hgrn_vision.data.splits.create_reader", create_reader)
+    open_splits(config(**{**STREAM, "dataset": dataset}))
+    assert modes == [mode, mode]
+
+
 def test_a_stream_cannot_be_balanced():
     with pytest.raises(ValueError, match="--balance needs images that can be read in any order; wds/ somewhere is"):
         open_splits(config(**STREAM, balance=True))

@@ -10,6 +10,8 @@ import pytest
 import timm
 import torch
 from scan_cases import inputs, relative_error, with_grads
+from timm.layers import set_exportable, set_scriptable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hgrn_vision import backend, hgru_scan, set_backend
 from hgrn_vision.glu import _glu, _glu_backward, glu
@@ -112,6 +114,36 @@ def test_models_for_scripting_and_export_keep_to_plain_operations(mode, monkeypa
     with torch.no_grad():
         model(torch.randn(1, 3, 16, 16))
     assert calls == []
+
+
+@pytest.mark.parametrize("setting", [set_scriptable, set_exportable])
+def test_operations_for_scripting_and_export_are_plain_too(setting):
+    usual = resolved()
+    with setting(True):
+        assert resolved() == "torch"
+    assert resolved() == usual
+
+
+def test_modes_see_the_operation():
+    """FLOP counters and fake tensors work by modes, which a kernel called directly would bypass."""
+    seen = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    arguments = inputs(1, 3, 2, 1, 3, dtype=torch.float32, grad=False)
+    with Recorder():
+        hgru_scan(*arguments, backend="cpu")
+    assert torch.ops.hgrn_vision.scan.default in seen
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_see_the_operation():
+    x, *parameters = inputs(6, 3, 2, 2, 5, dtype=torch.float32, grad=False)
+    got = torch.func.vmap(lambda part: hgru_scan(part, *parameters, backend="cpu"))(x.unflatten(0, (3, 2)))
+    assert torch.equal(got.flatten(0, 1), hgru_scan(x, *parameters, backend="cpu"))
 
 
 def test_tracing_records_plain_operations():

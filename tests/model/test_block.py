@@ -188,6 +188,24 @@ def test_layers_run_one_by_one_when_it_would_be_noticed(calls, change):
     assert not calls
 
 
+def test_autocast_runs_the_layers_one_by_one(calls):
+    """A block may get tokens in float32 there, although its matmuls are to run in bfloat16."""
+    block, x, lower_bound = make_block(), torch.randn(2, 9, 64), torch.rand(64)
+    with torch.autocast("cpu", torch.bfloat16):
+        block(x, lower_bound)
+    assert not calls
+
+
+def test_each_norm_has_its_own_epsilon(calls):
+    block, x, lower_bound = make_block(), torch.randn(2, 9, 64), torch.rand(64)
+    for norm, eps in ((block.norm1, 0.1), (block.mixer.norm, 1.0), (block.norm2, 10.0)):
+        norm.eps = eps
+    fused = block(x, lower_bound)
+    assert calls
+    with hgrn_vision.set_backend("torch"):
+        torch.testing.assert_close(fused, block(x, lower_bound), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name, shape", [("mlp.fc1", (64, 64)), ("mixer.out_proj", (64, 64)), ("norm2", (32,))])
 def test_weights_of_a_wrong_shape_are_an_error_as_from_any_layer(calls, name, shape):
     block = make_block()
@@ -291,4 +309,6 @@ def test_dropout_that_is_left_on_in_evaluation_has_an_effect(options):
     assert torch.equal(block(x, lower_bound), block(x, lower_bound))
     for layer in (block.drop_path, block.mixer.proj_drop, block.mlp.proj_drop):
         layer.train()
-    assert not torch.equal(block(x, lower_bound), block(x, lower_bound))
+        works = bool(getattr(layer, "p", 0) or getattr(layer, "drop_prob", 0))
+        assert torch.equal(block(x, lower_bound), block(x, lower_bound)) != works
+        layer.eval()

@@ -102,6 +102,8 @@ def test_out_indices_choose_maps(chosen, kept):
 
 def test_forward_intermediates():
     model = small().eval()
+    # maps of a new model have unit variance, which the final norm leaves alone
+    nn.init.normal_(model.pyramid["3"].norm2.weight)
     x = images((50, 70))
     final, every = model.forward_intermediates(x)
     torch.testing.assert_close(final, model.forward_features(x))
@@ -114,6 +116,14 @@ def test_forward_intermediates():
     )
     with pytest.raises(ValueError, match="output_fmt"):
         model.forward_intermediates(x, output_fmt="NHWC")
+
+
+def test_pruning_drops_what_is_not_asked_for():
+    model = small()
+    assert model.prune_intermediate_layers([0, 2], prune_head=False) == [0, 2]
+    assert list(model.pyramid) == ["0", "2"] and not isinstance(model.norm, nn.Identity) and model.num_classes == 3
+    assert model.prune_intermediate_layers([2], prune_norm=True) == [2]
+    assert list(model.pyramid) == ["2"] and isinstance(model.norm, nn.Identity) and model.num_classes == 0
 
 
 @pytest.mark.parametrize("stride, reductions", [(32, [4, 8, 16, 32]), (16, [4, 8, 16, 16]), (8, [4, 8, 8, 8])])

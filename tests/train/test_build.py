@@ -169,6 +169,15 @@ def test_classes_do_not_matter_for_features(teacher):
     assert not torch.equal(other, first)
 
 
+@pytest.mark.parametrize(
+    "distill, parts", [("logits", (True, False)), ("features", (False, True)), ("both", (True, True))]
+)
+def test_what_is_learned_from_the_teacher(teacher, distill, parts):
+    config = digits(teacher=teacher, distill=distill)
+    task = build_task(config, build_model(config, 10), CPU, build_teacher(config, CPU))
+    assert (task.by_logits, task.by_maps) == parts
+
+
 def test_photographs_have_no_labels_to_learn(teacher):
     config = digits(teacher=teacher)
     opened, student = build_teacher(config, CPU), build_model(config, 10)
