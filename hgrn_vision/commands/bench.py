@@ -44,7 +44,7 @@ class Row:
     images_per_second: float
     peer_images_per_second: float
     ratio: float
-    share_of_products: float  # time of the model's linear layers alone over the model's time
+    share_of_matmuls: float  # time of the model's linear layers alone over the model's time
     memory_mb: float  # at the peak of a step, beyond what was held before it
     peer_memory_mb: float
     ns_per_pixel: float
@@ -138,7 +138,7 @@ def measure(name: str, peer: str, task: str, size: int, batch: int, device, dtyp
         images_per_second=batch / time_ours,
         peer_images_per_second=batch / time_theirs,
         ratio=time_theirs / time_ours,
-        share_of_products=time_matmuls / time_ours,
+        share_of_matmuls=time_matmuls / time_ours,
         memory_mb=memory / 2**20,
         peer_memory_mb=peer_memory / 2**20,
         ns_per_pixel=1e9 * time_ours / (batch * size**2),
@@ -258,7 +258,7 @@ def _status(field: str) -> int:
 
 def _line(row: Row) -> str:
     cells = [row.task, row.size, row.batch, f"{row.images_per_second:.1f}", f"{row.peer_images_per_second:.1f}"]
-    cells += [f"{row.ratio:.2f}x", f"{row.share_of_products:.0%}", f"{row.memory_mb:.0f}", f"{row.peer_memory_mb:.0f}"]
+    cells += [f"{row.ratio:.2f}x", f"{row.share_of_matmuls:.0%}", f"{row.memory_mb:.0f}", f"{row.peer_memory_mb:.0f}"]
     return f"{row.model:36}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
 
 

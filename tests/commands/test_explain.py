@@ -9,10 +9,11 @@ import timm
 import torch
 from ablations import ABLATIONS, ablations, random_model
 from PIL import Image
-from saved_models import SMALL, save_model, write_image
+from saved_models import CLASSES, SMALL, save_model, write_image
 from timm.models import save_for_hf
 
 from hgrn_vision.cli import main
+from hgrn_vision.commands import explain as command
 from hgrn_vision.commands.explain import GateRow, gate_table
 from hgrn_vision.data.images import open_image
 from hgrn_vision.inference.pretrained import load_model
@@ -39,7 +40,7 @@ def expected_bounds(model):
 
 
 def hooked_gates(model, images, forget_gate):
-    """The forget gate of every layer from what forward hooks see of the projections, one flat array a layer."""
+    """The forget gate of every layer from what forward hooks see of the projections, one flat array per layer."""
     seen = {}
     for i, block in enumerate(model.blocks):
         block.mixer.in_proj.register_forward_hook(lambda module, args, out, i=i: seen.update({i: (module, out)}))
@@ -135,6 +136,24 @@ def test_files_and_page(run, tmp_path, capsys):
     assert len(sources) == 5 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert "pixel $x$.png" in page and "cornflower é" in page and "daisy &lt;b&gt;" in page
     assert str(output / "index.html") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("label", [None, *CLASSES])
+def test_evidence_is_for_the_class_that_was_asked_for(run, tmp_path, monkeypatch, label):
+    targets, pixels = [], []
+    found, draw = command.evidence, command.evidence_figure
+    monkeypatch.setattr(command, "evidence", lambda *args: targets.append(args[2]) or found(*args))
+    monkeypatch.setattr(command, "evidence_figure", lambda *args: pixels.append(args[0]) or draw(*args))
+    path = write_image(tmp_path / "a.png", 0)
+    asked = ["--class", label] if label else []
+    assert explain(run, path, "--output", tmp_path / "out", *asked) == 0
+    loaded = load_model(str(run), "cpu")
+    with torch.no_grad():
+        answer = int(loaded.model(loaded.prepare(open_image(path))[None]).argmax())
+    assert targets == [CLASSES.index(label) if label else answer]
+    # drawn over the pixels that the model saw
+    seen = loaded.prepare(open_image(path)).permute(1, 2, 0).numpy() * loaded.spec.std + loaded.spec.mean
+    assert pixels[0].shape == (16, 16, 3) and np.abs(pixels[0] - 255 * seen).max() < 0.51
 
 
 def test_nothing_is_overwritten_silently(run, tmp_path, capsys):

@@ -103,3 +103,19 @@ def test_class_changes_the_evidence():
     image = torch.randn(3, 16, 16)
     maps = [evidence(model, image, target, steps=2).cells for target in range(3)]
     assert np.abs(maps[0] - maps[1]).max() > 1e-3
+
+
+def test_one_step_is_the_gradient_half_way():
+    model, image = small_model(), torch.randn(3, 16, 16)
+    empty = image.flatten(1).median(dim=1).values.view(3, 1, 1).expand_as(image)
+    middle = ((image + empty) / 2).requires_grad_()
+    model(middle[None]).log_softmax(dim=-1)[0, 1].backward()
+    cells = ((image - empty) * middle.grad).sum(0).unflatten(0, (4, 4)).unflatten(2, (4, 4)).sum((1, 3))
+    torch.testing.assert_close(torch.from_numpy(evidence(model, image, 1, steps=1).cells), cells)
+
+
+def test_patches_at_a_padded_border_are_cells_too():
+    model, image = small_model(), torch.randn(3, 18, 21)
+    found = evidence(model, image, 1, steps=64)
+    assert found.cells.shape == (5, 6) and np.abs(found.cells[-1]).min() > 0 and np.abs(found.cells[:, -1]).min() > 0
+    assert found.cells.sum() == pytest.approx(found.gain, abs=0.02)

@@ -121,7 +121,7 @@ def test_forward_intermediates():
 def test_pruning_drops_what_is_not_asked_for():
     model = small()
     assert model.prune_intermediate_layers([0, 2], prune_head=False) == [0, 2]
-    assert list(model.pyramid) == ["0", "2"] and not isinstance(model.norm, nn.Identity) and model.num_classes == 3
+    assert list(model.pyramid) == ["0", "2"] and not isinstance(model.norm, nn.Identity) and model.num_classes == 10
     assert model.prune_intermediate_layers([2], prune_norm=True) == [2]
     assert list(model.pyramid) == ["2"] and isinstance(model.norm, nn.Identity) and model.num_classes == 0
 

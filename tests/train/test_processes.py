@@ -88,7 +88,7 @@ def test_killed_five_times_ends_in_the_same_weights(launch):
 
 
 def test_two_ranks_are_one_and_a_run_moves_between_them(launch):
-    """One step an epoch, so that every step's loss is a row of the log."""
+    """One step per epoch, so that every step's loss is a row of the log."""
     arguments = [*TINY, "--epochs", 20, "--epoch-steps", 1, "--eval-images", 33]
     alone, moved = launch.folder / "alone", launch.folder / "moved"
     code, output = launch.run(*arguments, "--output", alone)

@@ -230,3 +230,18 @@ def test_logits_and_maps_are_told_by_their_shape():
     session.get_outputs = lambda: [tokens]
     with pytest.raises(ValueError, match="t.onnx has no output of shape"):
         _outputs("t.onnx", session, maps=False)
+
+
+def test_an_onnx_teacher_takes_as_many_threads_as_torch_and_does_not_spin(tmp_path, monkeypatch):
+    """A rank has its share of the cores, and the student needs them as soon as the teacher has answered."""
+    asked, session = [], onnxruntime.InferenceSession
+
+    def create(name, options, **others):
+        spins = options.get_session_config_entry("session.intra_op.allow_spinning")
+        asked.append((options.intra_op_num_threads, spins))
+        return session(name, options, **others)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", create)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    open_teacher(export(tmp_path / "teacher.onnx", Small()))
+    assert asked == [(3, "0")]
