@@ -172,12 +172,27 @@ def test_ctrl_c_leaves_whole_files_and_the_same_command_continues(photos, tmp_pa
     monkeypatch.setattr("hgrn_vision.commands.finetune.Display", Interrupted)
     assert finetune(*command) == 0
     assert "stopped at step 2 (SIGINT); the same command continues" in capsys.readouterr().out
-    assert not [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".tmp", ".new", ".old")]
+    left = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*")}
+    assert left == {
+        "config.yaml",
+        "log.csv",
+        "checkpoints",
+        "checkpoints/last.safetensors",
+        "checkpoints/previous.safetensors",
+    }
     monkeypatch.undo()
     assert finetune(*command) == 0
     assert "continuing after step 2" in capsys.readouterr().out
     assert finetune(*command) == 0
     assert "finished before" in capsys.readouterr().out
+
+
+def test_a_folder_may_be_called_digits(photos, tmp_path, monkeypatch, capsys):
+    """As the packaged data is, when no such folder is there."""
+    (tmp_path / "digits").symlink_to(photos)
+    monkeypatch.chdir(tmp_path)
+    assert finetune("digits", "run", *TINY) == 0
+    assert "3 classes" in capsys.readouterr().out
 
 
 def test_a_run_is_not_overwritten(photos, finished, tmp_path, capsys):

@@ -85,7 +85,7 @@ def test_help_shows_defaults_and_only_what_it_is_told_to():
     text = parser.format_help()
     assert "how fast" in text and "--weight-decay" not in text
     assert given_settings(parser.parse_args(["--weight-decay", "0.5"])) == {"weight_decay": 0.5}
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^2$"):
         parser.parse_args(["--seed", "1"])
 
 

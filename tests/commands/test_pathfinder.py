@@ -26,7 +26,7 @@ def test_two_class_folders_of_grey_images(tmp_path, capsys):
     with Image.open(tmp_path / "a" / "separate" / "00003.png") as image:
         assert (image.mode, image.size) == ("L", (24, 24))
         np.testing.assert_array_equal(np.asarray(image), np.asarray(pathfinder_image(5, 3, 24)))
-    assert not list(tmp_path.glob("*.tmp"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
     train, validation = open_splits(ImageSettings(str(tmp_path / "a"), holdout=0.3))
     assert train.class_names == ["connected", "separate"] and len(train) + len(validation) == 7
 

@@ -1,4 +1,5 @@
 import ctypes
+import math
 import resource
 import subprocess
 import sys
@@ -66,22 +67,22 @@ def test_harmless_without_glibc(monkeypatch):
     assert not memory.keep_freed_memory()
 
 
-class Kept(Exception):
+class Stopped(Exception):
     pass
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_training_on_a_cpu_keeps_it(device, monkeypatch, tmp_path):
     def kept():
-        raise Kept
+        raise Stopped("kept")
 
     def opened(*args):
-        raise NotImplementedError("the run began")
+        raise Stopped("opened")
 
     monkeypatch.setattr(run, "start", lambda config: SimpleNamespace(device=torch.device(device), main=True))
     monkeypatch.setattr(run, "keep_freed_memory", kept)
     monkeypatch.setattr(run.Run, "open", opened)
-    with pytest.raises(Kept if device == "cpu" else NotImplementedError):
+    with pytest.raises(Stopped, match="kept" if device == "cpu" else "opened"):
         run.train(TrainConfig(), tmp_path)
 
 
@@ -111,4 +112,4 @@ def test_the_peak_of_a_step_is_counted_from_what_was_held_before_it(monkeypatch)
     assert events == ["step", "release", "trim", ("/proc/self/clear_refs", "5"), "VmRSS", "step", "VmHWM"]
     # a system without them
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert bench.peak_memory(lambda: None, torch.device("cpu")) != bench.peak_memory(lambda: None, torch.device("cpu"))
+    assert math.isnan(bench.peak_memory(lambda: None, torch.device("cpu")))

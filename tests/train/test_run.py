@@ -227,7 +227,7 @@ def assert_model_is_the_best(output: Path) -> None:
     )
     assert exported.keys() == best.weights().keys()
     for name, tensor in best.weights().items():
-        assert torch.equal(exported[name], tensor), name
+        assert torch.equal(exported[name], tensor), f"{name} is not the best checkpoint's"
 
 
 class Killed(BaseException):
@@ -249,7 +249,7 @@ def test_a_kill_after_the_best_checkpoint_leaves_no_old_model(tmp_path, monkeypa
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Run, "_write_epoch", write_epoch)
         train(config, tmp_path)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="is not the best checkpoint's"):
         assert_model_is_the_best(tmp_path)
     assert train(config, tmp_path).status == again
     assert_model_is_the_best(tmp_path)
