@@ -1,7 +1,8 @@
-"""Writing a file whole: nobody ever finds half of one under its name, whatever happens in between."""
+"""Writing files and folders whole: half of one is never found under its name, whatever happens in between."""
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,22 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
+    """A new folder beside `path` to write to, which gets its name when the `with` block ends without error.
+
+    `path` must not exist yet, or be an empty folder. After an error nothing is left. Missing folders are made.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_text(path: str | os.PathLike, text: str, errors: str = "strict") -> None:

@@ -1,12 +1,11 @@
 """`hgrn-vision digits`: the packaged handwritten digits as PNG files in class folders."""
 
 import argparse
-import os
-import shutil
 from pathlib import Path
 
 from ..data.spec import ImageSettings
 from ..data.splits import Split, open_splits
+from ..files import whole_folder
 from ..train.recipes import RECIPES
 
 EXAMPLE = "hgrn-vision digits digits/"
@@ -24,13 +23,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{folder} already exists; choose another name")
     # the validation part is what the demo run holds out too, so that nothing trained on the digits has seen it
     train, validation = open_splits(ImageSettings("digits", holdout=RECIPES["digits"].settings["holdout"]))
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    try:
+    with whole_folder(folder) as temporary:
         for name, split in (("train", train), ("val", validation)):
             _write(split, temporary / name)
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     print(f"{len(train):,} images in {folder / 'train'}, {len(validation):,} in {folder / 'val'}")
     return 0
 

@@ -19,7 +19,6 @@ from ..train.finetune_recipe import (
     MAX_BAD_FRACTION,
     QUICK_SIDE,
     STARTER_QUICK_SIDE,
-    STARTER_SETTINGS,
     STARTER_SIDE,
     fitting_side,
     model_settings,
@@ -151,8 +150,6 @@ def resolve(given: dict[str, Any], found: Survey, initial: Initial | None, quick
         model = {} if "model" in given else model_settings(side, quick)
     side = fitting_side({**model, **given}, side, exact="img_size" in given)
     suited = recipe_settings(images, side, bool(initial), given.get("batch_size"), given.get("epochs"))
-    if initial and initial.packaged:
-        suited |= STARTER_SETTINGS
     settings = {"holdout": HOLDOUT, **suited, **model, **given, "img_size": side, "recipe": "finetune"}
     if quick:
         settings = {**quick_settings(settings, images, classes), **given, "img_size": side}

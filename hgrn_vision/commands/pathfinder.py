@@ -1,14 +1,13 @@
 """`hgrn-vision pathfinder`: the Pathfinder task as PNG files in two class folders."""
 
 import argparse
-import os
-import shutil
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
 from ..data.pathfinder import CLASSES, MIN_PIXELS, label, pathfinder_image
+from ..files import whole_folder
 from ._flags import at_least_one
 
 EXAMPLE = "hgrn-vision pathfinder pathfinder/ --images 10000 --size 32 --seed 0"
@@ -35,17 +34,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--images must be at least 2, one of each class")
     if args.size < MIN_PIXELS:
         raise ValueError(f"--size must be at least {MIN_PIXELS} pixels, got {args.size}: dashes would not be seen")
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     digits = max(5, len(str(args.images - 1)))
-    try:
+    with whole_folder(folder) as temporary:
         for name in CLASSES:
-            (temporary / name).mkdir(parents=True)
+            (temporary / name).mkdir()
         for number in tqdm(range(args.images), unit=" images", disable=not sys.stderr.isatty()):
             image = pathfinder_image(args.seed, number, args.size)
             image.save(temporary / label(number) / f"{number:0{digits}}.png")
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     counts = [args.images // 2, args.images - args.images // 2]
     listed = ", ".join(f"{count:,} {name}" for count, name in zip(counts, CLASSES, strict=True))
     print(f"{args.images:,} images in {folder}: {listed}")

@@ -1,13 +1,11 @@
 """`hgrn-vision publish`: a trained model as a folder in the form of a Hub repository, for others to load with timm."""
 
 import argparse
-import os
-import shutil
 from pathlib import Path
 
 import yaml
 
-from ..files import write_text
+from ..files import whole_folder, write_text
 from ..inference.pretrained import LoadedModel, load_model
 from ..train.run_folder import write_model
 from ._console import printable
@@ -59,13 +57,8 @@ def run(args: argparse.Namespace) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{args.folder} is {'not empty' if folder.is_dir() else 'a file'}; give a new or empty folder")
     loaded = load_model(args.model, "cpu")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
+    with whole_folder(folder) as unfinished:
         write_repository(unfinished, loaded, folder.name, args.license)
-        os.replace(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} to {args.folder}")
     print(f"read it:  timm.create_model('local-dir:{args.folder}', pretrained=True)")
     print(f"share it: hf upload USER/{folder.name} {args.folder} (fill in README.md first)")

@@ -13,10 +13,8 @@ from .config import even_divisor, from_mapping
 PATCHES = {16: 2, 64: 4, 128: 8}
 MAX_BAD_FRACTION = 0.25  # a few broken files are no reason to stop
 QUICK_SIDE = 112
-# differences when starting from the packaged weights, which were trained on photographs of these sizes; smaller images
-# are enlarged
+# when starting from the packaged weights, which were trained on photographs of these sizes; smaller images are enlarged
 STARTER_SIDE, STARTER_QUICK_SIDE = 112, 84
-STARTER_SETTINGS = {"lr": 5e-4, "layer_decay": 0.75}
 QUICK_EPOCHS = 3
 QUICK_IMAGES = 256
 # two laptop cores train at about 50 GFLOP/s; four minutes of that leave one for reading and evaluating

@@ -60,3 +60,14 @@ def test_bad_input_is_one_line(flags, words, tmp_path, capsys):
 def test_an_existing_folder_is_refused(tmp_path, capsys):
     assert main(["pathfinder", str(tmp_path), "--images", "4"]) == 2
     assert "already exists" in capsys.readouterr().err
+
+
+def test_nothing_is_left_half_written(tmp_path, monkeypatch, capsys):
+    def full_disk(seed, number, size):
+        if number == 3:
+            raise OSError("no space left on device")
+        return pathfinder_image(seed, number, size)
+
+    monkeypatch.setattr("hgrn_vision.commands.pathfinder.pathfinder_image", full_disk)
+    assert main(["pathfinder", str(tmp_path / "new"), "--images", "4", "--size", "16"]) == 2
+    assert "no space left" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """Files that are written whole: their permissions, and what an error leaves."""
 
+import errno
 import os
 import stat
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from training import digits
 
-from hgrn_vision.files import whole_file, write_text
+from hgrn_vision.files import whole_file, whole_folder, write_text
 from hgrn_vision.train.build import build_model
 from hgrn_vision.train.checkpoint import Checkpoint, Checkpoints
 from hgrn_vision.train.run_folder import export_model
@@ -57,6 +58,24 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
         temporary.write_text("half of the ne")
         raise KeyboardInterrupt
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_a_folder_has_its_name_when_all_of_it_is_there(tmp_path):
+    folder = tmp_path / "new" / "folder"
+    with pytest.raises(KeyboardInterrupt), whole_folder(folder) as temporary:
+        (temporary / "a.txt").touch()
+        assert os.listdir(folder.parent) == [temporary.name] != ["folder"]
+        raise KeyboardInterrupt
+    assert os.listdir(folder.parent) == []
+    # an empty folder may have the name already
+    folder.mkdir()
+    for taken in (False, True):
+        try:
+            with whole_folder(folder) as temporary:
+                (temporary / "b.txt").touch()
+        except OSError as error:
+            assert taken and error.errno == errno.ENOTEMPTY
+        assert os.listdir(folder.parent) == ["folder"] and os.listdir(folder) == ["b.txt"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
