@@ -105,7 +105,7 @@ _chosen: str | None = None
 class set_backend:
     """Choose the backend for what follows, or inside a `with`: 'auto', 'triton', 'cpu' or 'torch'.
 
-    A backend asked for by name raises where it cannot run; 'auto' takes the fastest that can.
+    A backend requested by name raises where it cannot run; 'auto' takes the fastest that can.
     """
 
     def __init__(self, name: str):
@@ -206,7 +206,7 @@ def _checked(name: str, device: torch.device, dtype: torch.dtype) -> str:
     _check_name(name, "hgru_scan")
     reason = _unfit(name, device, dtype)
     if reason:
-        raise RuntimeError(f"backend {name!r} was asked for but cannot run: {reason}; 'auto' takes one that can")
+        raise RuntimeError(f"backend {name!r} was requested but cannot run: {reason}; 'auto' takes one that can")
     return name
 
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 # a command is a module of commands/ with EXAMPLE, add_arguments(parser) and run(args) -> exit code;
-# only the module of the command that was asked for is imported, so that --help answers at once
+# only the module of the requested command is imported, so that --help answers at once
 COMMANDS = {
     "train": "train a model, or continue a run",
     "finetune": "a classifier from a folder of your images",
     "distill": "a small model that learns from photographs without labels, taught by a good one",
     "predict": "class names and probabilities for images",
     "evaluate": "accuracy of a model on labelled images, class by class",
-    "bench": "speed and memory beside other models of timm",
+    "bench": "speed and memory compared with other timm models",
     "explain": "forget gates, token mixing and evidence, drawn for a model and images",
     "export": "a file that runs without this package: ONNX, pt2 or TorchScript",
     "publish": "a folder in the form of a Hub repository, to share a trained model",

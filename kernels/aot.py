@@ -245,8 +245,8 @@ def rounds_of_loop(launch: Launch) -> int:
 def traffic(ir: str, launch: Launch, element_size: dict[str, int]) -> dict[str, float]:
     """Loads and stores of a launch per token and channel, and the bytes of them that memory and that a cache serves.
 
-    A kernel's last loop visits all it works on, and any loop before it some of that: who comes first finds it in
-    memory, who comes second in a cache. Caches also serve the parameters, which all programs share.
+    A kernel's last loop visits all it works on, and any loop before it some of that: the first visit is served
+    by memory, the second by a cache. Caches also serve the parameters, which all programs share.
     """
     constants = dict(launch.constants)
     operations = list(memory_operations(ir))

@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FOLDER", help=f"write {', '.join(FILES)} there")
     parser.add_argument("--force", action="store_true", help="overwrite these files")
     parser.add_argument(
-        "--holdout", type=float, default=0.0, metavar="SHARE", help="only the share that a run with it held out of DATA"
+        "--holdout",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="only the share of DATA that a run with this --holdout held out",
     )
     add_inference_arguments(parser)
 

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
     parser.add_argument("folder", help=f"gets one folder per class: {' and '.join(CLASSES)}")
     parser.add_argument(
-        "--images", type=at_least_one, required=True, metavar="N", help="how many in all, half of them of each class"
+        "--images", type=at_least_one, required=True, metavar="N", help="how many in total, half of them in each class"
     )
     parser.add_argument("--size", type=at_least_one, default=32, metavar="PIXELS", help="side of an image (default 32)")
     parser.add_argument(
@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     if args.images < 2:
         raise ValueError("--images must be at least 2, one of each class")
     if args.size < MIN_PIXELS:
-        raise ValueError(f"--size must be at least {MIN_PIXELS} pixels, got {args.size}: dashes would not be seen")
+        raise ValueError(
+            f"--size must be at least {MIN_PIXELS} pixels, got {args.size}: the dashes would not be visible"
+        )
     digits = max(5, len(str(args.images - 1)))
     with whole_folder(folder) as temporary:
         for name in CLASSES:

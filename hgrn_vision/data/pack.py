@@ -1,7 +1,7 @@
 """Photographs kept decoded and small in one memory-mapped file, so that reading one costs a fraction of a millisecond.
 
 The file holds the pixels of one photograph after the other, then an index, then a footer that locates and verifies the
-index. It is built once, and again when a file was added, removed or changed, or when another side is asked for.
+index. It is built once, and again when a file was added, removed or changed, or when a different side is requested.
 """
 
 import hashlib
@@ -169,7 +169,7 @@ def _read(path: Path, wanted: str) -> PackedPhotos:
         raise DamagedPack(f"{path} has a damaged index")
     with np.load(io.BytesIO(content)) as index:
         if str(index["mark"]) != wanted:
-            raise DamagedPack(f"{path} was made of other photographs")
+            raise DamagedPack(f"{path} was made from other photographs")
         columns = {name: index[name] for name in ("names", "offsets", "sizes", "checksums", "hashes")}
         bad = [(str(name), str(reason)) for name, reason in index["bad"]]
     return PackedPhotos(str(path), **columns, bad=bad)

@@ -12,11 +12,11 @@ draw is uniform.
    units, or comes nearer than 3.5 units to an earlier curve, gaps counted as part of both.
 2. The first two curves have six dashes each. Of the four pairs of an end of the first and an end of the second, the one
    whose distance is nearest to that between the two ends of the first is remembered; if it differs by more than half a
-   unit, both curves are drawn again. Three distractors of two dashes each follow. A curve that was drawn 100 times in
-   vain makes the whole image begin anew.
+   unit, both curves are drawn again. Three distractors of two dashes each follow. After 100
+   failed attempts at a curve, the whole image starts over.
 3. Images with an even number are connected: the dots are the two ends of the first curve. In the others they are the
-   remembered pair, one end of each. So all curves are drawn alike for both classes, and the distance of the dots tells
-   nothing: the dashes have to be followed.
+   remembered pair, one end of each. So all curves are drawn alike for both classes, and the distance between the
+   dots gives nothing away: the dashes have to be followed.
 4. White on black: dashes are 1 unit wide, dots have a radius of 1.3 units. A pixel is as bright as
    min(1, max(0, r + 1/2 - d)), where d is the distance in pixels from its centre to the nearest line or dot, and r half
    the line's width or the dot's radius in pixels; the brightest counts, times 255, rounded.
@@ -44,7 +44,7 @@ GRID = 64
 
 
 class Drawing(NamedTuple):
-    """What is to be seen on an image, in units."""
+    """What an image shows, in units."""
 
     dashes: np.ndarray  # (n, 2, 2) beginning and end of each, as x and y
     dots: np.ndarray  # (2, 2)

@@ -1,4 +1,4 @@
-"""Photographs without labels: any number of folders, at any depth, less those that look like what is held out."""
+"""Photographs without labels: any number of folders, at any depth, without those that look like what is held out."""
 
 import hashlib
 import os

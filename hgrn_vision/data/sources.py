@@ -76,7 +76,7 @@ def list_folder(root: str) -> Listing:
         raise ValueError(f"no images in {root}")
     inside = [path for path in paths if os.sep in path]
     if not inside:
-        raise ValueError(f"{len(paths)} images lie in {root} itself; expected one sub-folder per class")
+        raise ValueError(f"{len(paths)} images are directly in {root}; expected one sub-folder per class")
     source = Files(root, np.array([os.fsencode(path) for path in inside]))
     return label_by_name(source, [path.split(os.sep, 1)[0] for path in inside])
 
@@ -108,7 +108,7 @@ def _inside(root: str, file: str | None, where: str) -> str:
         raise ValueError(f"{where}: no file")
     relative = os.path.relpath(os.path.join(root, file), root)
     if relative.split(os.sep, 1)[0] == os.pardir:
-        raise ValueError(f"{where}: {file} lies outside the folder of the CSV file")
+        raise ValueError(f"{where}: {file} is outside the folder of the CSV file")
     return relative
 
 

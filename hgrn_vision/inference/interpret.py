@@ -58,7 +58,7 @@ def mixing_matrix(recurrence: Recurrence, image: int = 0) -> torch.Tensor:
 def mixing_strength(recurrence: Recurrence, image: int = 0) -> np.ndarray:
     """|A| of each scan of a layer, averaged over channels and summed over directions, (T, T).
 
-    The rotation does not change absolute values, so that the decays are enough.
+    The rotation does not change absolute values, so the decays are enough.
     """
     T = recurrence.decay.shape[1]
     total = recurrence.decay.new_zeros(T, T)

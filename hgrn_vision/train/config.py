@@ -120,8 +120,10 @@ class TrainConfig:
     channels_last: bool = machine(False, "channels_last memory layout")
     workers: int = machine(8, "loader processes on each rank")
     threads: int = machine(0, "CPU threads of each rank; 0 leaves torch's choice")
-    save_steps: int = machine(0, "checkpoint every this many steps too, not only after each epoch; 0 for none")
-    save_minutes: float = machine(15.0, "checkpoint every this many minutes too, not only after each epoch; 0 for none")
+    save_steps: int = machine(0, "also checkpoint after this many steps, not only after each epoch; 0 for none")
+    save_minutes: float = machine(
+        15.0, "also checkpoint after this many minutes, not only after each epoch; 0 for none"
+    )
     timeout_minutes: float = machine(20.0, "longest wait for another rank before the run stops")
     max_bad_fraction: float = machine(0.01, "largest share of unreadable images in a split before the run stops")
     tensorboard: bool = machine(False, "write TensorBoard events into the run folder")

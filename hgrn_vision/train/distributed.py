@@ -161,7 +161,7 @@ def start(config: TrainConfig) -> World:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device asked for, or the accelerator where there is one."""
+    """The requested device, or the accelerator where there is one."""
     if name == "auto":
         name = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     try:

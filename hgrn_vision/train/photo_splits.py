@@ -81,7 +81,7 @@ def open_labelled(config: TrainConfig, class_names: list[str], aliases: Sequence
     rows = np.flatnonzero(labels >= 0)
     if not len(rows):
         raise ValueError(
-            f"no folder of {config.val} is named as a class of the teacher, by name, WordNet id or number: "
+            f"no folder of {config.val} is named after a class of the teacher, by name, WordNet id or number: "
             f"found {some(listing.class_names)}, expected names such as {some(class_names)}"
         )
     unknown = Counter(listing.class_names[label] for label in listing.labels[labels < 0])

@@ -21,7 +21,7 @@ RECIPES = {
     ),
     "released": Recipe(
         "torchrun --nproc-per-node 8 train_imagenet.py /data/imagenet --recipe released",
-        "the settings in the authors' released code, for their own model; no result was published beside them",
+        "the settings in the authors' released code, for their own model; no result was published with them",
         {
             "model": "hgrn1d_vit_tiny",
             "lr": 2e-3,

@@ -19,7 +19,7 @@ ONNX_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tenso
 
 
 class Answer(NamedTuple):
-    """What a teacher says of a batch: logits (B, classes), and its last map (B, C, H, W) where it has one."""
+    """A teacher's answer to a batch: logits (B, classes), and its last map (B, C, H, W) where it has one."""
 
     logits: torch.Tensor
     map: torch.Tensor | None

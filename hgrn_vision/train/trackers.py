@@ -49,7 +49,7 @@ class WeightsAndBiases:
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Fail before the run starts where a tracker that was asked for is not installed."""
+    """Fail before the run starts if a requested tracker is not installed."""
     if config.tensorboard:
         _load("torch.utils.tensorboard", "tensorboard", "--tensorboard")
     if config.wandb:

@@ -210,7 +210,10 @@ BAD = [
     (["photos", "--teacher", "no_such"], "cannot create teacher no_such"),
     (["photos", "--teacher", "unnamed.onnx"], "teacher unnamed.onnx does not name its classes: give --classes"),
     (["photos", "--teacher", "flat.onnx"], "the input of flat.onnx is not an image"),
-    (["photos", "--teacher", "teacher", "--val", "photos"], "no folder of photos is named as a class of the teacher"),
+    (
+        ["photos", "--teacher", "teacher", "--val", "photos"],
+        "no folder of photos is named after a class of the teacher",
+    ),
     (["photos", "--teacher", "teacher", "--val", "nowhere"], "no such folder: nowhere"),
     (["photos", "--teacher", "teacher", "--first-sizes", "56by8"], "first_sizes is written SIDExEPOCHS"),
     (["photos", "--teacher", "teacher", "--first-sizes", "8x3"], "first_sizes takes 3 epochs and leaves none of the 3"),

@@ -257,8 +257,8 @@ BAD = {
     "nothing": (lambda folder: folder / "missing", "no such file or folder"),
     "no header": (csv_of("a.png,cat", "b.png,dog"), "must start with a line that names the columns file and label"),
     "wrong header": (csv_of("path,class", "a.png,cat"), "must start with a line that names the columns"),
-    "outside": (csv_of("file,label", "a/../../b.png,cat"), "line 2: a/../../b.png lies outside the folder"),
-    "absolute": (csv_of("file,label", "/etc/passwd,cat"), "line 2: /etc/passwd lies outside the folder"),
+    "outside": (csv_of("file,label", "a/../../b.png,cat"), "line 2: a/../../b.png is outside the folder"),
+    "absolute": (csv_of("file,label", "/etc/passwd,cat"), "line 2: /etc/passwd is outside the folder"),
     "missing files": (csv_of("file,label", "a.png,a", "b.png,a", "c.png,b"), "none of the 3 images .* can be read"),
 }
 

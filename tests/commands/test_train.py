@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,8 +15,10 @@ from PIL import Image
 from hgrn_vision.cli import main
 from hgrn_vision.commands import train as tool
 from hgrn_vision.commands._flags import OF_PHOTOGRAPHS
+from hgrn_vision.data.batches import BadRecord
 from hgrn_vision.train.config import TrainConfig
 from hgrn_vision.train.engine import Progress
+from hgrn_vision.train.evaluation import Score
 from hgrn_vision.train.observer import Outcome
 from hgrn_vision.train.recipes import RECIPES
 
@@ -147,6 +150,23 @@ def test_the_script_runs_from_any_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_evaluation_is_told_once_with_the_first_unreadable_images(monkeypatch, capsys):
+    bad = [BadRecord("validation", number, f"{number}.png", "empty file") for number in range(30)]
+    evaluation = SimpleNamespace(top1=71.25, top5=90.5, loss=1.5, images=400, bad=bad)
+    for main_rank in (False, True):
+        result = Score(Path("runs/x/best"), TrainConfig(), 7, evaluation, main_rank)
+        monkeypatch.setattr(tool, "score", lambda run, settings, result=result: result)
+        assert main(["train", "--eval", "runs/x"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == (23 if main_rank else 0)
+    assert lines[:3] == [
+        f"runs/x/best: {TrainConfig().model}, 7 epochs",
+        "top-1 71.250  top-5 90.500  loss 1.500000",
+        "400 images, 30 unreadable",
+    ]
+    assert lines[-1] == "  19.png: empty file"
+
+
 def test_a_smoke_run_is_short_and_stands_beside_the_real_one(tmp_path, monkeypatch, capsys):
     calls = []
     monkeypatch.chdir(tmp_path)
@@ -157,6 +177,7 @@ def test_a_smoke_run_is_short_and_stands_beside_the_real_one(tmp_path, monkeypat
     assert main(["train", "--smoke", "--output", "mine"]) == 0
     (config, output), (_, given) = calls
     assert (config.epochs, config.epoch_steps, config.eval_images) == (2, 4, 4 * config.micro_batch)
+    assert config.warmup_epochs == 0
     assert (output, given) == (leftover.parent.relative_to(tmp_path), Path("mine")) and not leftover.exists()
     assert capsys.readouterr().out.startswith("No data given: training on the handwritten digits")
 

@@ -87,7 +87,7 @@ def test_the_environment_is_a_default_only(monkeypatch):
 
 
 def test_a_backend_asked_for_by_name_raises_where_it_cannot_run():
-    with pytest.raises(RuntimeError, match="'triton' was asked for but cannot run: it has no kernels for cpu"):
+    with pytest.raises(RuntimeError, match="'triton' was requested but cannot run: it has no kernels for cpu"):
         hgru_scan(*inputs(1, 2, 3, 2, 5), backend="triton")
     with pytest.raises(RuntimeError, match="no kernels for torch.float16"):
         hgru_scan(*inputs(1, 2, 3, 2, 5, dtype=torch.float16), backend="cpu")
@@ -251,7 +251,7 @@ except RuntimeError as error:
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     finite, error = result.stdout.splitlines()
     assert finite == "True"
-    assert "'cpu' was asked for but cannot run" in error and "/bin/false" in error
+    assert "'cpu' was requested but cannot run" in error and "/bin/false" in error
     said = [line for line in result.stderr.splitlines() if line.startswith("INFO:hgrn_vision")]
     assert len(said) == 1 and "torch backend" in said[0] and "/bin/false" in said[0]
 

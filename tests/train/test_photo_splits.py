@@ -107,7 +107,9 @@ def test_what_is_refused(tmp_path, settings):
     with pytest.raises(ValueError, match="2 class names for the 3 classes of eye"):
         open_photo_splits(settings(classes=str(tmp_path / "names.txt")), teacher())
     write(tmp_path / "val" / "purple" / "1.png")
-    with pytest.raises(ValueError, match="no folder of .*val is named as a class.*found purple, expected .*red, green"):
+    with pytest.raises(
+        ValueError, match="no folder of .*val is named after a class.*found purple, expected .*red, green"
+    ):
         open_photo_splits(settings(val=str(tmp_path / "val")), teacher())
     with pytest.raises(ValueError, match="no such folder: nowhere"):
         open_photo_splits(settings(val="nowhere"), teacher())
