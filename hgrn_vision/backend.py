@@ -71,8 +71,8 @@ class BlockKernels(Protocol):
         """Whether the weights have the dtype and the shapes that tokens x need."""
 
     @staticmethod
-    def forward(x: Tensor, weights: Mapping[str, Tensor], eps: tuple[float, float, float]) -> Tensor:
-        """The block's output, from the epsilons of norm1, of the mixer's norm and of norm2."""
+    def forward(x: Tensor, weights: Mapping[str, Tensor], eps: tuple[float, float, float], width: int = 0) -> Tensor:
+        """The block's output, from the epsilons of norm1, of the mixer's norm and of norm2; width as for the scan."""
 
 
 OPERATIONS = {"scan": ScanKernels, "glu": GluKernels, "block": BlockKernels}

@@ -34,7 +34,7 @@ class Block(nn.Module):
             x = x + self.drop_path(self.mixer(self.norm1(x), lower_bound, grid=grid))
             return x + self.drop_path(self.mlp(self.norm2(x)))
         if not torch.jit.is_scripting():
-            out = self.fused_forward(x, lower_bound)
+            out = self.fused_forward(x, lower_bound, grid)
             if out is not None:
                 return out
         # the same sums; the last matmul of each branch accumulates into the residual
@@ -42,7 +42,9 @@ class Block(nn.Module):
         return self.mlp(self.norm2(x), x)
 
     @torch.jit.unused
-    def fused_forward(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor | None:
+    def fused_forward(
+        self, x: torch.Tensor, lower_bound: torch.Tensor, grid: tuple[int, int] | None
+    ) -> torch.Tensor | None:
         """The output from a kernel for the whole block, or None where the layers must run one by one."""
         if torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy) or needs_dispatcher(x):
             return None
@@ -59,14 +61,16 @@ class Block(nn.Module):
             return None
         if needs_dispatcher(*weights.values()) or not kernel.fits(x, weights):
             return None
-        return kernel.forward(x, weights, (self.norm1.eps, self.mixer.norm.eps, self.norm2.eps))
+        scanned = self.mixer.scanned_grid(x, grid)
+        width = 0 if scanned is None else scanned[1]
+        return kernel.forward(x, weights, (self.norm1.eps, self.mixer.norm.eps, self.norm2.eps), width)
 
     def is_plain(self) -> bool:
         """Whether every layer is as it was built, without hooks and without a replaced forward."""
         mixer, mlp = self.mixer, self.mlp
         if type(mixer) is not Hgru or type(mlp) is not Glu or not mixer.output_gate or mixer.gate_after_norm:
             return False
-        if mixer.scan != "1d" or mixer.local_conv is not None:
+        if mixer.local_conv is not None:
             return False
         norms = self.norm1, mixer.norm, self.norm2
         linears = mixer.in_proj, mixer.out_proj, mlp.fc1, mlp.fc2

@@ -6,9 +6,6 @@ from timm.layers import register_notrace_function
 from .backend import backend_for, has_kernels, kernels, needs_dispatcher
 from .kernels import torch_scan
 
-# backends whose kernels take a grid
-GRID_BACKENDS: tuple[str, ...] = ()
-
 
 @register_notrace_function
 def hgru_scan(
@@ -40,7 +37,7 @@ def hgru_scan(
     if grid is not None:
         check_grid(grid, x.shape[1])
     backend = backend_for(x, backend)
-    if not has_kernels(backend, "scan") or (grid is not None and backend not in GRID_BACKENDS):
+    if not has_kernels(backend, "scan"):
         return torch_scan.hgru_scan(x, lower_bound, theta, bias, grid)
     width = 0 if grid is None else grid[1]
     if needs_dispatcher(x, lower_bound, theta, bias):

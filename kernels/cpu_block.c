@@ -5,7 +5,7 @@
  *
  * Everything but the scan works on one token at a time: a thread takes a slice of tokens from norm1 to the scan's first
  * step, and again from its last step to the end, so that intermediate results stay in its core's cache. A slice is
- * whole chunks of one image, or several small images. The matmuls are those of the BLAS library that torch uses; if it
+ * whole chunks of one image, which are its rows where rows and columns are scanned, or several small images. The matmuls are those of the BLAS library that torch uses; if it
  * is MKL, weights are packed for it once and not for each slice. */
 #include "cpu_scan.h"
 
@@ -56,6 +56,7 @@ typedef struct {
     int64_t B, H;      /* images, and hidden channels of the GLU */
     int64_t per_slice; /* chunks */
     int64_t group;     /* images that are processed together; if more than one, all tokens are one slice */
+    int grid;          /* whether rows and columns are scanned */
     shape s;
 } block;
 
@@ -128,6 +129,9 @@ static slice slice_of(const block *f, int64_t b, int64_t k) {
     return (slice){images, first, end, start, b * s.T + start, images * (stop - start)};
 }
 
+/* where the states of a grid's tokens are summed: in z, whose inputs have been read by then */
+static state_sums sums_in(real *z, int64_t D) { return (state_sums){z + C_RE * D, z + C_IM * D, 5 * D}; }
+
 static void enter_slice(const block *f, int64_t b, int64_t k, image_buffers buffers, real *normed) {
     const shape s = f->s;
     const slice at = slice_of(f, b, k);
@@ -136,9 +140,14 @@ static void enter_slice(const block *f, int64_t b, int64_t k, image_buffers buff
     for (int64_t g = 0; g < at.images; g++) {
         const image_buffers r = buffers_of_image(buffers, g, s);
         for (int64_t d = 0; d < s.D; d += BD)
-            for (int64_t i = at.first; i < at.end; i++)
-                enter_chunk(r.tokens + d / BD * s.T, r.decays + d, r.states + d, r.z + i * s.length * 5 * s.D + d,
-                            f->c + d / BD, i, s);
+            for (int64_t i = at.first; i < at.end; i++) {
+                token *tokens = r.tokens + d / BD * s.T;
+                const real *z = r.z + i * s.length * 5 * s.D + d;
+                if (f->grid)
+                    enter_row(tokens, sums_in(r.z + d, s.D), z, f->c + d / BD, i, s);
+                else
+                    enter_chunk(tokens, r.decays + d, r.states + d, z, f->c + d / BD, i, s);
+            }
     }
 }
 
@@ -152,9 +161,14 @@ static void leave_slice(const block *f, int64_t b, int64_t k, image_buffers buff
         const image_buffers r = buffers_of_image(buffers, g, s);
         real *h = wide + g * s.T * 2 * s.D;
         for (int64_t d = 0; d < s.D; d += BD)
-            for (int64_t i = at.first; i < at.end; i++)
-                leave_chunk(h + (i - at.first) * s.length * 2 * s.D + d, r.tokens + d / BD * s.T, r.states + d,
-                            r.z + i * s.length * 5 * s.D + d, f->c + d / BD, i, s);
+            for (int64_t i = at.first; i < at.end; i++) {
+                real *to = h + (i - at.first) * s.length * 2 * s.D + d;
+                const real *z = r.z + i * s.length * 5 * s.D + d;
+                if (f->grid)
+                    leave_row(to, sums_in(r.z + d, s.D), z, f->c + d / BD, i, s);
+                else
+                    leave_chunk(to, r.tokens + d / BD * s.T, r.states + d, z, f->c + d / BD, i, s);
+            }
     }
     normalize(normed, wide, w->mixer_norm_weight, w->mixer_norm_bias, f->eps, at.n, 2 * s.D);
     memcpy(out, f->x + at.at * s.D, at.n * s.D * sizeof *out);
@@ -168,18 +182,22 @@ static void leave_slice(const block *f, int64_t b, int64_t k, image_buffers buff
     multiply(f, out, normed, FC2, at.n, 1);
 }
 
-static void carry_image(const block *f, int64_t j, image_buffers r) {
-    carry_states(r.states + j * BD, r.decays + j * BD, f->c + j, f->s);
+/* what lies between the chunks of an image: band i of its columns, or the states to be carried */
+static void carry_image(const block *f, int64_t i, int64_t j, image_buffers r) {
+    if (f->grid)
+        cross_columns(r.tokens + j * f->s.T, sums_in(r.z + j * BD, f->s.D), f->c + j, i, f->s);
+    else
+        carry_states(r.states + j * BD, r.decays + j * BD, f->c + j, f->s);
 }
 
 /* x and out (B, T, D). Workspace: c (D / BD), `packed` with `per_linear`, or 0, for each of the linear layers,
  * `rows` with `per_thread` for each thread, `images` with `group` times `per_image` for each thread, or, if group is 0,
- * with `per_image` for each image: threads then share the slices of each. */
+ * with `per_image` for each image: threads then share the slices of each. Chunks are rows of the image if `grid`. */
 void block_forward(const real *x, const weights *w, const blas *library, channels *c, real *packed, real *rows,
                    real *images, real *out, double eps1, double eps, double eps2, int64_t B, int64_t T, int64_t D,
                    int64_t H, int64_t K, int64_t length, int64_t per_slice, int64_t group, int64_t per_linear,
-                   int64_t per_thread, int64_t per_image, int64_t threads) {
-    const shape s = {T, D, 5, K, length, (T + length - 1) / length};
+                   int64_t per_thread, int64_t per_image, int64_t grid, int64_t threads) {
+    const shape s = {T, D, 5, K, length, (T + length - 1) / length, grid ? bands_of(length) : 1};
     block f = {
         .w = w,
         .c = c,
@@ -200,9 +218,10 @@ void block_forward(const real *x, const weights *w, const blas *library, channel
         .H = H,
         .per_slice = per_slice,
         .group = group ? group : 1,
+        .grid = (int)grid,
         .s = s,
     };
-    const int64_t channel_blocks = D / BD, slices = (s.chunks + per_slice - 1) / per_slice;
+    const int64_t units = D / BD * s.bands, slices = (s.chunks + per_slice - 1) / per_slice;
     #pragma omp parallel num_threads(threads)
     {
         make_channels(c, w->lower_bound, w->mixer_theta, w->mixer_in_proj_bias, s);
@@ -216,7 +235,8 @@ void block_forward(const real *x, const weights *w, const blas *library, channel
             for (int64_t b = 0; b < B; b += group) {
                 for (int64_t k = 0; k < slices; k++) enter_slice(&f, b, k, buffers, normed);
                 for (int64_t g = 0; g < slice_of(&f, b, 0).images; g++)
-                    for (int64_t j = 0; j < channel_blocks; j++) carry_image(&f, j, buffers_of_image(buffers, g, s));
+                    for (int64_t u = 0; u < units; u++)
+                        carry_image(&f, u % s.bands, u / s.bands, buffers_of_image(buffers, g, s));
                 for (int64_t k = 0; k < slices; k++) leave_slice(&f, b, k, buffers, normed, wide);
             }
         } else {
@@ -227,9 +247,9 @@ void block_forward(const real *x, const weights *w, const blas *library, channel
                 enter_slice(&f, b, unit % slices, image_buffers_at(images + b * per_image, 1, s), normed);
             }
             #pragma omp for
-            for (int64_t unit = 0; unit < B * channel_blocks; unit++)
-                carry_image(&f, unit % channel_blocks,
-                            image_buffers_at(images + unit / channel_blocks * per_image, 1, s));
+            for (int64_t unit = 0; unit < B * units; unit++)
+                carry_image(&f, unit % s.bands, unit % units / s.bands,
+                            image_buffers_at(images + unit / units * per_image, 1, s));
             #pragma omp for schedule(static)
             for (int64_t unit = 0; unit < B * slices; unit++) {
                 const int64_t b = unit / slices;

@@ -43,10 +43,15 @@ def fits(x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> bool:
     return K in (1, 2) and all(w.shape == shapes[path] and w.dtype == x.dtype for path, w in weights.items())
 
 
-def forward(x: torch.Tensor, weights: Mapping[str, torch.Tensor], eps: tuple[float, float, float]) -> torch.Tensor:
-    """The block's output for tokens x (B, T, D), from the epsilons of norm1, of the mixer's norm and of norm2."""
+def forward(
+    x: torch.Tensor, weights: Mapping[str, torch.Tensor], eps: tuple[float, float, float], width: int = 0
+) -> torch.Tensor:
+    """The block's output for tokens x (B, T, D), from the epsilons of norm1, of the mixer's norm and of norm2.
+
+    The mixer scans all tokens as one sequence, or the rows of `width` tokens and the columns of their grid.
+    """
     x, weights = x.contiguous(), {path: weight.contiguous() for path, weight in weights.items()}
-    shares = [_Share(x, weights, *share) for share in _shares(*x.shape[:2], torch.get_num_threads())]
+    shares = [_Share(x, weights, width, *share) for share in _shares(*x.shape[:2], torch.get_num_threads())]
     workspace = _workspace(max(sum(share.buffers) for share in shares), x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype)
     start = 0
@@ -92,9 +97,11 @@ def _shares(B: int, T: int, threads: int) -> list[tuple[int, int, int]]:
 class _Share:
     """Images of a batch that go to one call of the kernel."""
 
-    def __init__(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], images: int, group: int, slices: int):
+    def __init__(
+        self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], width: int, images: int, group: int, slices: int
+    ):
         T, (D, H, K) = x.shape[1], _sizes(x, weights)
-        length = chunk_length(T)
+        length = width or chunk_length(T)
         # all threads even for few tokens: in a team of one, the matmuls would start threads of their own
         threads, chunks = torch.get_num_threads(), -(-T // length)
         per_slice = -(-chunks // min(slices, chunks))
@@ -103,10 +110,12 @@ class _Share:
         packs = images * slices >= 4 * threads * max(group, 1)
         per_linear = _packed_size(x.dtype, D, H, rows) if packs else 0
         per_thread = rows * (max(2 * D, H) + 2 * max(D, H))
-        per_image = 8 * T * D + chunks * (1 + 2 * K) * D
+        # a grid has no states to carry from chunk to chunk
+        per_image = 8 * T * D + (0 if width else chunks * (1 + 2 * K) * D)
         self.images = images
         self.buffers = 4 * per_linear, threads * per_thread, (threads * group or images) * per_image
-        self.sizes = images, T, D, H, K, length, per_slice, group, per_linear, per_thread, per_image, threads
+        sizes = images, T, D, H, K, length, per_slice, group, per_linear, per_thread, per_image
+        self.sizes = *sizes, int(width > 0), threads
 
     def run(
         self,

@@ -16,6 +16,8 @@ from .cpu_build import BuildError, find_or_build
 BD = 32
 # tokens per chunk, at most; states are saved between chunks, and computed again inside them in backward
 CHUNK = 32
+# columns of a grid that are scanned together
+BAND = 8
 # rows per work unit of the GLU
 ROWS = 16
 
@@ -25,8 +27,10 @@ FOLDER = Path(__file__).resolve().parent
 ARGUMENTS = {
     "cpu_scan_forward.c": {"scan_forward": (9, 0, 7)},
     "cpu_scan_backward.c": {"scan_backward": (12, 0, 7)},
+    "cpu_grid_forward.c": {"grid_forward": (8, 0, 7)},
+    "cpu_grid_backward.c": {"grid_backward": (11, 0, 8)},
     "cpu_glu.c": {"glu_forward": (3, 0, 3), "glu_backward": (6, 0, 3)},
-    "cpu_block.c": {"block_forward": (8, 3, 12)},
+    "cpu_block.c": {"block_forward": (8, 3, 13)},
 }
 
 
@@ -67,6 +71,7 @@ FLAGS = (
     "-ffp-contract=fast",
     f"-DBD={BD}",
     f"-DCHUNK={CHUNK}",
+    f"-DBAND={BAND}",
     f"-DROWS={ROWS}",
     "-DBLOCK_WEIGHTS=" + ",".join("*" + path.replace(".", "_") for path in BLOCK_WEIGHTS),
 )

@@ -36,6 +36,7 @@ typedef struct {
     int64_t fields;         /* of x: 5 with an output gate, 3 without */
     int64_t K;              /* directions */
     int64_t length, chunks; /* tokens per chunk, CHUNK at most; the last one may have fewer */
+    int64_t bands;          /* into which the step between the chunks is divided: 1, or those of a grid's columns */
 } shape;
 
 typedef struct {
@@ -97,6 +98,17 @@ static inline void advance(state *restrict h, const token *restrict at, const ro
     }
 }
 
+static inline void open_gates(token *restrict at, const elem *restrict x, const channels *restrict c, int64_t D) {
+    for (int d = 0; d < BD; d++) {
+        real c_re = load(x[C_RE * D + d]) + c->bias[C_RE][d], c_im = load(x[C_IM * D + d]) + c->bias[C_IM][d];
+        gate forget = sigmoid(load(x[FORGET * D + d]) + c->bias[FORGET][d]);
+        real rest = (1 - c->lower_bound[d]) * forget.off;
+        at->rest[d] = rest;
+        at->input.re[d] = rest * (c_re * sigmoid(c_re).on);
+        at->input.im[d] = rest * (c_im * sigmoid(c_im).on);
+    }
+}
+
 /* c (D / BD) from lower_bound (D), theta (K, D) and bias (fields, D); to be called by all threads of a team */
 void make_channels(channels *c, const real *lower_bound, const real *theta, const real *bias, shape s);
 
@@ -112,14 +124,35 @@ void carry_states(real *states, const real *decays, const channels *c, shape s);
 void leave_chunk(elem *out, const token *tokens, const real *states, const elem *x, const channels *c, int64_t i,
                  shape s);
 
-/* a scan in these three steps: for chunk i of batch row b and channel block j */
+/* The scan of a grid in three steps too: its chunks are its rows, `length` tokens each, and the step between them scans
+ * its columns, BAND at a time: a band. The states of a token are summed in `re` and `im`, as far as `next` from those
+ * of the next token; where x is `real`, its C_RE and C_IM can serve, which the first step reads before it writes. */
+typedef struct {
+    real *re, *im;
+    int64_t next;
+} state_sums;
+
+/* of the grid's columns */
+static inline int64_t bands_of(int64_t width) { return (width + BAND - 1) / BAND; }
+
+void enter_row(token *tokens, state_sums sums, const elem *x, const channels *c, int64_t i, shape s);
+void cross_columns(const token *tokens, state_sums sums, const channels *c, int64_t band, shape s);
+void leave_row(elem *out, state_sums sums, const elem *x, const channels *c, int64_t i, shape s);
+
+/* the gradients that are summed over tokens and batch: biases by row of x, the lower bound, two angles */
+enum { LOWER_BOUND = 5, THETA, SUMS = THETA + 2 };
+
+/* total (SUMS, D) of `parts` (n, SUMS, D), in order; to be called by all threads of a team */
+void add_up(real *total, const real *parts, int64_t n, int64_t D);
+
+/* a scan in three steps: for chunk i, or band i, of batch row b and channel block j */
 typedef struct {
     void (*enter)(const void *scan, int64_t b, int64_t i, int64_t j);
-    void (*carry)(const void *scan, int64_t b, int64_t j);
+    void (*carry)(const void *scan, int64_t b, int64_t i, int64_t j);
     void (*leave)(const void *scan, int64_t b, int64_t i, int64_t j);
 } steps;
 
-/* The threads of a team share batch rows and channel blocks, and chunks too if there is only one batch row. */
+/* The threads of a team share batch rows and channel blocks, and chunks and bands too if there is only one batch row. */
 void run_steps(steps of, const void *scan, int64_t B, shape s);
 
 #endif

@@ -3,9 +3,6 @@
  * The adjoints p of h and q of r are scans as well, in the opposite directions and with opposite angles. */
 #include "cpu_scan.h"
 
-/* the gradients that are summed over tokens and batch: biases by row of x, the lower bound, two angles */
-enum { LOWER_BOUND = 5, THETA, SUMS = THETA + 2 };
-
 /* a token on the way back: its part in the sweeps, and the slopes that turn their results into dx */
 typedef struct {
     token gates;
@@ -207,8 +204,9 @@ static void enter(const void *scan, int64_t b, int64_t i, int64_t j) {
     if (s.K == 2) write_state(at.adjoints + 2 * s.D, &q, s.D);
 }
 
-static void carry_channels(const void *scan, int64_t b, int64_t j) {
+static void carry_channels(const void *scan, int64_t b, int64_t i, int64_t j) {
     const backward *f = scan;
+    (void)i;
     const shape s = f->s;
     const part at = part_of(f, b, 0, j);
     carry(at.adjoints, 2 * s.K * s.D, at.decays, &f->c[j].turn[0], -1, -1, s);
@@ -249,8 +247,7 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
     for (int row = 0; row < SUMS; row++) memcpy(at.partial + row * s.D, sums[row], sizeof sums[row]);
 }
 
-/* total (SUMS, D) of `parts` (n, SUMS, D), in order */
-static void add_up(real *total, const real *parts, int64_t n, int64_t D) {
+void add_up(real *total, const real *parts, int64_t n, int64_t D) {
     #pragma omp for
     for (int64_t first = 0; first < SUMS * D; first += BD) {
         double sum[BD] = {0};
@@ -266,7 +263,7 @@ void scan_backward(const elem *dout, const elem *x, const real *lower_bound, con
                    const real *states, channels *c, real *decays, real *adjoints, real *partial, elem *dx,
                    real *total, int64_t B, int64_t T, int64_t D, int64_t fields, int64_t K, int64_t length,
                    int64_t threads) {
-    const shape s = {T, D, fields, K, length, (T + length - 1) / length};
+    const shape s = {T, D, fields, K, length, (T + length - 1) / length, 1};
     const backward f = {dout, x, c, decays, adjoints, partial, states, dx, s};
     #pragma omp parallel num_threads(threads)
     {

@@ -73,17 +73,6 @@ void carry(real *states, int64_t stride, const real *decays, const rotation *tur
     }
 }
 
-static inline void open_gates(token *restrict at, const elem *restrict x, const channels *restrict c, int64_t D) {
-    for (int d = 0; d < BD; d++) {
-        real c_re = load(x[C_RE * D + d]) + c->bias[C_RE][d], c_im = load(x[C_IM * D + d]) + c->bias[C_IM][d];
-        gate forget = sigmoid(load(x[FORGET * D + d]) + c->bias[FORGET][d]);
-        real rest = (1 - c->lower_bound[d]) * forget.off;
-        at->rest[d] = rest;
-        at->input.re[d] = rest * (c_re * sigmoid(c_re).on);
-        at->input.im[d] = rest * (c_im * sigmoid(c_im).on);
-    }
-}
-
 static inline void emit(elem *restrict out, const state *restrict h, const state *restrict r, const elem *restrict x,
                         const channels *restrict c, shape s) {
     for (int d = 0; d < BD; d++) {
@@ -146,7 +135,8 @@ void run_steps(steps of, const void *scan, int64_t B, shape s) {
         for (int64_t unit = 0; unit < s.chunks * channel_blocks; unit++)
             of.enter(scan, 0, unit / channel_blocks, unit % channel_blocks);
         #pragma omp for
-        for (int64_t j = 0; j < channel_blocks; j++) of.carry(scan, 0, j);
+        for (int64_t unit = 0; unit < s.bands * channel_blocks; unit++)
+            of.carry(scan, 0, unit / channel_blocks, unit % channel_blocks);
         #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < s.chunks * channel_blocks; unit++)
             of.leave(scan, 0, unit / channel_blocks, unit % channel_blocks);
@@ -155,7 +145,7 @@ void run_steps(steps of, const void *scan, int64_t B, shape s) {
         for (int64_t unit = 0; unit < B * channel_blocks; unit++) {
             const int64_t b = unit / channel_blocks, j = unit % channel_blocks;
             for (int64_t i = 0; i < s.chunks; i++) of.enter(scan, b, i, j);
-            of.carry(scan, b, j);
+            for (int64_t i = 0; i < s.bands; i++) of.carry(scan, b, i, j);
             for (int64_t i = 0; i < s.chunks; i++) of.leave(scan, b, i, j);
         }
     }
@@ -193,8 +183,9 @@ static void enter(const void *scan, int64_t b, int64_t i, int64_t j) {
     enter_chunk(tokens_of(f, j), decays_of(f, b, j), states_of(f, b, j), x_of(f, b, i, j), f->c + j, i, f->s);
 }
 
-static void carry_channels(const void *scan, int64_t b, int64_t j) {
+static void carry_channels(const void *scan, int64_t b, int64_t i, int64_t j) {
     const forward *f = scan;
+    (void)i;
     carry_states(states_of(f, b, j), decays_of(f, b, j), f->c + j, f->s);
 }
 
@@ -210,7 +201,7 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
 void scan_forward(const elem *x, const real *lower_bound, const real *theta, const real *bias, channels *c,
                   token *tokens, real *decays, real *states, elem *out, int64_t B, int64_t T, int64_t D, int64_t fields,
                   int64_t K, int64_t length, int64_t threads) {
-    const shape s = {T, D, fields, K, length, (T + length - 1) / length};
+    const shape s = {T, D, fields, K, length, (T + length - 1) / length, 1};
     const forward f = {x, c, tokens, decays, states, out, B, s};
     #pragma omp parallel num_threads(threads)
     {

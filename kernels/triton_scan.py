@@ -10,6 +10,9 @@ bf16 with output gate and both directions at 256 tokens, and the least any scan 
     forward    24.75     16.00     14
     backward   43.50     28.00     24
 
+The rows and the columns of a grid are sequences for the second path whatever their number, a launch for each: the rows'
+writes its share in float32, the columns' adds it to its own. The input is thus read twice, but for the output gate.
+
 Sums over tokens (bias, lower bound, theta) leave as one partial sum per program: bit-equal repeats.
 
 An error that is the same at every token adds up over all of them. So a state is multiplied by decay exp(i theta)
@@ -65,9 +68,9 @@ def one_pass(B: int, T: int, D: int) -> bool:
 def states_shape(B: int, T: int, D: int, K: int, width: int = 0) -> tuple[int, int, int, int]:
     """Shape of what forward saves for backward: the states entering each chunk and 1 - the product of its decays.
 
-    None in one pass, where backward finds its states itself.
+    None in one pass and for a grid, where backward finds its states itself.
     """
-    return B, 0 if one_pass(B, T, D) else (T + CT - 1) // CT, 2 * K + 1, D
+    return B, 0 if width or one_pass(B, T, D) else (T + CT - 1) // CT, 2 * K + 1, D
 
 
 def token_and_chunk_rotation(theta: torch.Tensor) -> torch.Tensor:
@@ -126,6 +129,14 @@ def forward_sequences(inputs: Inputs, other: torch.Tensor | None, out: torch.Ten
     launch(forward_sequence_kernel, programs, 1, *inputs, ends, other, out, GT=group, BD=BD, **shape)
 
 
+def forward_grid(inputs: Inputs, width: int, out: torch.Tensor, shape: dict[str, int]) -> None:
+    """out of the scan of rows of `width` tokens and of their columns."""
+    height, gate = shape["T"] // width, shape["FIELDS"] == 5
+    rows = torch.empty_like(out, dtype=torch.float32)
+    forward_sequences(inputs, None, rows, shape | dict(T=width, WIDTH=1, COLUMNS=False, GATE=False))
+    forward_sequences(inputs, rows, out, shape | dict(T=height, WIDTH=width, COLUMNS=True, GATE=gate))
+
+
 def forward(
     x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, width: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,15 +147,18 @@ def forward(
         lower_bound: (D,), float32.
         theta: (K, D), float32; K = 1 first to last token, K = 2 also last to first.
         bias: (5D,) or (3D,), float32, added to x first.
+        width: of the rows of a grid of tokens, whose rows and columns are scanned; 0 if they are one sequence.
     """
     x, lower_bound, bias = contiguous(x, lower_bound, bias)
     (K, D), (B, T, columns) = theta.shape, x.shape
-    states = x.new_empty(states_shape(B, T, D, K), dtype=torch.float32)
+    states = x.new_empty(states_shape(B, T, D, K, width), dtype=torch.float32)
     out = x.new_empty(B, T, 2 * D)
     inputs = (x, lower_bound, token_and_chunk_rotation(theta), bias)
     shape = dict(T=T, D=D, K=K, FIELDS=columns // D)
     if B == 0:
         pass
+    elif width:
+        forward_grid(inputs, width, out, shape)
     elif one_pass(B, T, D):
         forward_sequences(inputs, None, out, dict(WIDTH=1, COLUMNS=False, GATE=columns == 5 * D, **shape))
     else:
@@ -180,6 +194,14 @@ def backward_sequences(
     return sums
 
 
+def backward_grid(inputs: Inputs, width: int, dx: torch.Tensor, shape: dict[str, int]) -> torch.Tensor:
+    """dx of the scan of rows of `width` tokens and of their columns, and the sums of every row and column."""
+    rows = torch.empty_like(dx, dtype=torch.float32)
+    sums = backward_sequences(inputs, None, rows, shape | dict(T=width, WIDTH=1, COLUMNS=False))
+    columns = shape | dict(T=shape["T"] // width, WIDTH=width, COLUMNS=True)
+    return torch.cat([sums, backward_sequences(inputs, rows, dx, columns)])
+
+
 def rows_of_sums(inputs: Inputs, shape: dict[str, int]) -> list[int]:
     """Rows of a program's sums: dlower_bound, dtheta, dbias."""
     return [1, shape["K"], 0 if inputs[-1] is None else shape["FIELDS"]]
@@ -200,6 +222,7 @@ def backward(
         dout: gradient of the output, (B, T, 2D).
         x, lower_bound, theta, bias: as given to forward.
         states: from forward.
+        width: as given to forward.
     """
     dout, x, lower_bound, bias, states = contiguous(dout, x, lower_bound, bias, states)
     (K, D), (B, T, columns) = theta.shape, x.shape
@@ -209,6 +232,8 @@ def backward(
     rows = rows_of_sums(inputs, shape)
     if B == 0:
         sums = states.new_empty(0, sum(rows), D)
+    elif width:
+        sums = backward_grid(inputs, width, dx, shape)
     elif one_pass(B, T, D):
         sums = backward_sequences(inputs, None, dx, dict(WIDTH=1, COLUMNS=False, **shape))
     else:

@@ -1,3 +1,4 @@
+import functools
 import os
 import re
 import subprocess
@@ -26,19 +27,26 @@ def make_inputs(B, T, D, K=2, rows=5, bias=True, scale=1.0):
     return x, torch.randn(rows * D, generator=generator).double() if bias else None, lower_bound, theta, dout
 
 
-def float32_loop(x, lower_bound, theta, bias):
+def float32_loop(x, lower_bound, theta, bias, grid=None):
     """The reference's loop in float32: what a careful user would write, and how wrong that is."""
     x = x + bias if bias is not None else x
     c_re, c_im, f, *g = x.split(lower_bound.shape[0], dim=-1)
     c = torch.complex(F.silu(c_re), F.silu(c_im))
     decay = lower_bound + (1 - lower_bound) * f.sigmoid()
     total = 0
-    for k, angle in enumerate(theta):
-        h, states = 0, []
-        for t in range(x.shape[1]) if k == 0 else reversed(range(x.shape[1])):
-            h = torch.polar(decay[:, t], angle.expand_as(decay[:, t])) * h + (1 - decay[:, t]) * c[:, t]
-            states.append(h)
-        total = total + torch.stack(states if k == 0 else states[::-1], dim=1)
+    for transposed in (False,) if grid is None else (False, True):
+        H, W = (1, x.shape[1]) if grid is None else grid
+        lines = [t.unflatten(1, (H, W)) for t in (decay, c)]
+        decays, inputs = (t.transpose(1, 2) if transposed else t for t in lines)  # (B, lines, tokens, D)
+        n = decays.shape[2]
+        for k, angle in enumerate(theta):
+            h, states = 0, []
+            for t in range(n) if k == 0 else reversed(range(n)):
+                a = decays[:, :, t]
+                h = torch.polar(a, angle.expand_as(a)) * h + (1 - a) * inputs[:, :, t]
+                states.append(h)
+            both = torch.stack(states if k == 0 else states[::-1], dim=2)
+            total = total + (both.transpose(1, 2) if transposed else both).flatten(1, 2)
     out = torch.cat([total.real, total.imag], dim=-1)
     return torch.cat(g, dim=-1).sigmoid() * out if g else out
 
@@ -51,13 +59,14 @@ def by_autograd(function, x, bias, lower_bound, theta, dout):
     return dict(zip(NAMES, [out.detach(), *grads], strict=True))
 
 
-def by_kernel(dtype, x, bias, lower_bound, theta, dout):
+def by_kernel(dtype, x, bias, lower_bound, theta, dout, grid=None):
     real = torch.float64 if dtype == torch.float64 else torch.float32
     x, dout = x.to(dtype), dout.to(dtype)
     lower_bound, theta, bias = lower_bound.to(real), theta.to(real), None if bias is None else bias.to(real)
-    out, states = cpu_scan.forward(x, lower_bound, theta, bias)
-    assert states.shape == cpu_scan.states_shape(*x.shape[:2], theta.shape[1], theta.shape[0])
-    result = dict(zip(NAMES, (out, *cpu_scan.backward(dout, x, lower_bound, theta, bias, states)), strict=True))
+    width = 0 if grid is None else grid[1]
+    out, states = cpu_scan.forward(x, lower_bound, theta, bias, width)
+    assert states.shape == cpu_scan.states_shape(*x.shape[:2], theta.shape[1], theta.shape[0], width)
+    result = dict(zip(NAMES, (out, *cpu_scan.backward(dout, x, lower_bound, theta, bias, states, width)), strict=True))
     assert all(result[name].dtype == (dtype if name in ("out", "dx") else real) for name in NAMES)
     return result
 
@@ -68,18 +77,19 @@ def error(got, want):
     return ((got.double() - want).abs().max() / want.abs().max().clamp_min(1e-30)).item() if want.numel() else 0.0
 
 
-def check(*inputs):
+def check(*inputs, grid=None):
     # what the kernel gets in float32 is what the reference must see
     inputs = [None if t is None else t.float().double() for t in inputs]
-    want = by_autograd(reference.hgru_scan, *inputs)
-    for name, value in by_kernel(torch.float64, *inputs).items():
+    want = by_autograd(functools.partial(reference.hgru_scan, grid=grid), *inputs)
+    for name, value in by_kernel(torch.float64, *inputs, grid=grid).items():
         assert error(value, want[name]) <= 1e-12, name
     loop = None
-    for name, value in by_kernel(torch.float32, *inputs).items():
+    for name, value in by_kernel(torch.float32, *inputs, grid=grid).items():
         if error(value, want[name]) > 2e-6:
-            loop = loop or by_autograd(float32_loop, *[None if t is None else t.float() for t in inputs])
+            careful = functools.partial(float32_loop, grid=grid)
+            loop = loop or by_autograd(careful, *[None if t is None else t.float() for t in inputs])
             assert error(value, want[name]) <= error(loop[name], want[name]), name
-    for name, value in by_kernel(torch.bfloat16, *inputs).items():
+    for name, value in by_kernel(torch.bfloat16, *inputs, grid=grid).items():
         rounding = 2**-8 if name in ("out", "dx") else 0
         slack = 2e-5 * want[name].abs().max() if value.numel() else 0
         assert ((value.double() - want[name]).abs() <= rounding * want[name].abs() + slack).all(), name
@@ -90,6 +100,27 @@ def check(*inputs):
 @pytest.mark.parametrize("rows", [3, 5])
 def test_matches_reference(T, K, rows):
     check(*make_inputs(2, T, 5 if T == 1000 else BD + 5, K, rows, bias=(T + K + rows) % 2 == 0))
+
+
+# of one row, of one column, of fewer columns than are scanned together and of more, odd ones
+GRIDS = [(1, 7), (6, 1), (1, 1), (3, 5), (5, 3), (4, cpu_library.BAND), (7, 2 * cpu_library.BAND + 3), (16, 16)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("B, K, rows", [(2, 2, 5), (1, 2, 3), (2, 1, 3), (1, 1, 5)])
+def test_a_grid_matches_reference(grid, B, K, rows):
+    check(*make_inputs(B, grid[0] * grid[1], BD + 5, K, rows, bias=(B + rows) % 2 == 0), grid=grid)
+
+
+@pytest.mark.parametrize("B", [1, 2])
+def test_a_large_grid_matches_reference(B):
+    check(*make_inputs(B, 64 * 64, 3), grid=(64, 64))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.99999])
+def test_lower_bounds_at_the_ends_on_a_grid(gamma):
+    x, bias, lower_bound, theta, dout = make_inputs(1, 12 * 13, 8, scale=5)
+    check(x, bias, torch.full_like(lower_bound, gamma), theta, dout, grid=(12, 13))
 
 
 @pytest.mark.parametrize("D", [1, BD - 1, BD, BD + 1, 3 * BD])
@@ -172,17 +203,26 @@ def guarded_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", cpu_library.DTYPES)
-@pytest.mark.parametrize("B, T, K, rows", [(2, CHUNK + 1, 2, 5), (2, 3, 1, 3), (1, 4 * CHUNK + 1, 2, 5)])
-def test_stays_within_its_buffers(guarded_memory, dtype, B, T, K, rows):
+@pytest.mark.parametrize(
+    "B, T, K, rows, grid",
+    [
+        (2, CHUNK + 1, 2, 5, None),
+        (2, 3, 1, 3, None),
+        (1, 4 * CHUNK + 1, 2, 5, None),
+        (2, 57, 2, 5, (3, 19)),
+        (1, 57, 1, 3, (19, 3)),
+    ],
+)
+def test_stays_within_its_buffers(guarded_memory, dtype, B, T, K, rows, grid):
     inputs = make_inputs(B, T, 2 * BD, K, rows)
-    want = by_kernel(dtype, *inputs)
+    want = by_kernel(dtype, *inputs, grid=grid)
 
     def between_nans(t):
         memory = torch.full((t.numel() + 512,), float("nan"), dtype=t.dtype)
         memory[256:-256] = t.flatten()
         return memory[256:-256].view(t.shape)
 
-    got = by_kernel(dtype, *map(between_nans, inputs))
+    got = by_kernel(dtype, *map(between_nans, inputs), grid=grid)
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
     x, bias, dout = inputs[0][..., : 2 * BD], inputs[1][: 2 * BD], inputs[4][..., :BD]
@@ -192,8 +232,8 @@ def test_stays_within_its_buffers(guarded_memory, dtype, B, T, K, rows):
 
 
 @pytest.mark.parametrize("dtype", cpu_library.DTYPES)
-@pytest.mark.parametrize("B, T", [(3, 50), (1, 150)])
-def test_bits_do_not_depend_on_threads(dtype, B, T):
+@pytest.mark.parametrize("B, T, grid", [(3, 50, None), (1, 150, None), (3, 50, (5, 10)), (1, 153, (9, 17))])
+def test_bits_do_not_depend_on_threads(dtype, B, T, grid):
     inputs = make_inputs(B, T, 96)
     x, dout = inputs[0].to(dtype), inputs[4].repeat(1, 1, 2)[..., :240].to(dtype)
     before = torch.get_num_threads()
@@ -201,7 +241,7 @@ def test_bits_do_not_depend_on_threads(dtype, B, T):
     try:
         for threads in (1, 2, 3, 2):
             torch.set_num_threads(threads)
-            result = by_kernel(dtype, *inputs) | {"glu": cpu_glu.forward(x, inputs[1])}
+            result = by_kernel(dtype, *inputs, grid=grid) | {"glu": cpu_glu.forward(x, inputs[1])}
             result |= dict(zip(("glu_dx", "glu_dbias"), cpu_glu.backward(dout, x, inputs[1]), strict=True))
             results.append(result)
     finally:
@@ -277,9 +317,12 @@ def test_every_kernel_is_told_the_number_of_threads(monkeypatch):
     x, bias, lower_bound, theta, dout = make_inputs(2, 40, BD)
     states = cpu_scan.forward(x, lower_bound, theta, bias)[1]
     cpu_scan.backward(dout, x, lower_bound, theta, bias, states)
+    states = cpu_scan.forward(x, lower_bound, theta, bias, 8)[1]
+    cpu_scan.backward(dout, x, lower_bound, theta, bias, states, 8)
     x, bias = x[..., : 2 * BD], bias[: 2 * BD]
     cpu_glu.backward(cpu_glu.forward(x, bias), x, bias)
-    assert told == dict.fromkeys(("scan_forward", "scan_backward", "glu_forward", "glu_backward"), 7)
+    names = [f"{operation}_{way}" for operation in ("scan", "grid", "glu") for way in ("forward", "backward")]
+    assert told == dict.fromkeys(names, 7)
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")

@@ -25,7 +25,7 @@ if INTERPRETED:
 
 @pytest.fixture(params=["chunks", "one pass"])
 def path(request, monkeypatch):
-    """Each path in turn, although a test has few programs."""
+    """Each path of the 1D scan in turn, although a test has few programs."""
     monkeypatch.setattr(triton_scan, "ONE_PASS_PROGRAMS", 1 if request.param == "one pass" else 10**9)
     return request.param
 
@@ -40,26 +40,28 @@ def make_inputs(B, T, D, K=2, fields=5, bias=True, scale=1.0, gamma=None, dtype=
     return [None if t is None else t.to(DEVICE) for t in (x, bias, lower_bound, theta, dout)]
 
 
-def by_kernel(x, bias, lower_bound, theta, dout):
-    out, states = triton_scan.forward(x, lower_bound, theta, bias)
-    assert states.shape == triton_scan.states_shape(*x.shape[:2], *theta.shape[::-1]) and states.dtype == torch.float32
-    grads = triton_scan.backward(dout, x, lower_bound, theta, bias, states)
+def by_kernel(x, bias, lower_bound, theta, dout, grid=None):
+    width = 0 if grid is None else grid[1]
+    out, states = triton_scan.forward(x, lower_bound, theta, bias, width)
+    assert states.shape == triton_scan.states_shape(*x.shape[:2], *theta.shape[::-1], width)
+    assert states.dtype == torch.float32
+    grads = triton_scan.backward(dout, x, lower_bound, theta, bias, states, width)
     assert out.dtype == grads[0].dtype == x.dtype and all(grad.dtype == torch.float32 for grad in grads[1:])
     return dict(zip(NAMES, (out, *grads), strict=True))
 
 
-def by_reference(x, bias, lower_bound, theta, dout):
+def by_reference(x, bias, lower_bound, theta, dout, grid=None):
     leaves = [None if t is None else t.double().requires_grad_() for t in (x, bias, lower_bound, theta)]
-    out = reference.hgru_scan(leaves[0], leaves[2], leaves[3], leaves[1])
+    out = reference.hgru_scan(leaves[0], leaves[2], leaves[3], leaves[1], grid)
     grads = iter(torch.autograd.grad(out, [t for t in leaves if t is not None], dout.double()))
     grads = [dout.new_empty(0) if t is None else next(grads) for t in leaves]
     return dict(zip(NAMES, [out.detach(), *grads], strict=True))
 
 
-def by_loop(*inputs):
+def by_loop(*inputs, grid=None):
     """The reference in float32."""
     with mock.patch.object(torch.Tensor, "double", torch.Tensor.float):
-        return by_reference(*inputs)
+        return by_reference(*inputs, grid=grid)
 
 
 def channel_errors(got, want, D):
@@ -68,9 +70,9 @@ def channel_errors(got, want, D):
     return torch.where(largest > 1e-30, error / largest, 0.0)
 
 
-def check(*inputs):
+def check(*inputs, grid=None):
     """No further off than 2e-6 of the largest magnitude or than the reference is in float32, beside rounding."""
-    got, want, single = by_kernel(*inputs), by_reference(*inputs), by_loop(*inputs)
+    got, want, single = (run(*inputs, grid=grid) for run in (by_kernel, by_reference, by_loop))
     for name in NAMES:
         assert got[name].shape == want[name].shape, name
         if want[name].numel():
@@ -90,6 +92,26 @@ def test_matches_reference(T, K, fields):
 def test_one_pass_matches_reference(monkeypatch, T, K, fields):
     monkeypatch.setattr(triton_scan, "ONE_PASS_PROGRAMS", 1)
     check(*make_inputs(2, T, 3, K, fields, bias=(T + K) % 2 == 0))
+
+
+GRIDS = [((1, 7), 2, 5), ((6, 1), 2, 3), ((3, 5), 1, 5), ((3, 5), 2, 5), ((9, 2), 1, 3), ((16, 16), 2, 5)]
+
+
+@pytest.mark.parametrize("grid, K, fields", GRIDS, ids=str)
+def test_grid_matches_reference(grid, K, fields):
+    B = 1 if grid == (16, 16) else 2
+    check(*make_inputs(B, grid[0] * grid[1], 3, K, fields, bias=grid != (9, 2)), grid=grid)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_grid_in_half_precision(dtype):
+    """Rows hand their share to columns in float32: the output is rounded once."""
+    check(*make_inputs(1, 15, 5, dtype=dtype), grid=(3, 5))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="4,096 tokens take minutes in the interpreter")
+def test_large_grid_matches_reference():
+    check(*make_inputs(1, 64 * 64, 3), grid=(64, 64))
 
 
 def test_one_pass_where_programs_fill_a_gpu():
@@ -190,11 +212,20 @@ def test_empty_batch(path):
 
 @pytest.mark.parametrize("K, fields", [(2, 5), (1, 3)])
 def test_stays_within_its_buffers(monkeypatch, path, K, fields):
+    check_buffers(monkeypatch, K, fields, None, launches=2 if path == "one pass" else 6)
+
+
+@pytest.mark.parametrize("K, fields", [(2, 5), (1, 3)])
+def test_grid_stays_within_its_buffers(monkeypatch, K, fields):
+    check_buffers(monkeypatch, K, fields, (2, 7), launches=4)
+
+
+def check_buffers(monkeypatch, K, fields, grid, launches):
     """Every tensor of every launch between NaNs: none may be read, none written over, repeats give the same bits."""
-    inputs = make_inputs(1, CT + 1, 3, K, fields)
-    want = by_kernel(*inputs)
+    inputs = make_inputs(1, CT + 1 if grid is None else 14, 3, K, fields)
+    want = by_kernel(*inputs, grid=grid)
     launch = triton_scan.launch
-    launches = []
+    made = []
 
     def guarded_launch(kernel, programs, channels_per_thread, *tensors, **constants):
         memory = {}
@@ -208,11 +239,11 @@ def test_stays_within_its_buffers(monkeypatch, path, K, fields):
             if tensor is not None:
                 tensor.copy_(copy)
                 assert memory[id(tensor)][:2048].isnan().all() and memory[id(tensor)][-2048:].isnan().all()
-        launches.append(kernel)
+        made.append(kernel)
 
     monkeypatch.setattr(triton_scan, "launch", guarded_launch)
-    got = by_kernel(*inputs)
-    assert len(launches) == (2 if path == "one pass" else 6)
+    got = by_kernel(*inputs, grid=grid)
+    assert len(made) == launches
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
 
@@ -229,12 +260,20 @@ def test_nan_is_not_hidden(path, field):
 
 
 def test_operation(path):
+    check_operation(None)
+
+
+def test_operation_on_a_grid():
+    check_operation((3, 1))
+
+
+def check_operation(grid):
     """As the operation that models call: by autograd, and with what a compiler sees of it."""
     x, bias, lower_bound, theta, dout = make_inputs(1, 3, 2)
     leaves = [t.requires_grad_() for t in (x, lower_bound, theta, bias)]
-    out = hgru_scan(*leaves, backend="triton")
-    want = by_reference(*(t.detach() for t in (x, bias, lower_bound, theta, dout)))
+    out = hgru_scan(*leaves, backend="triton", grid=grid)
+    want = by_reference(*(t.detach() for t in (x, bias, lower_bound, theta, dout)), grid=grid)
     grads = torch.autograd.grad(out, [x, bias, lower_bound, theta], dout)
     for name, value in zip(NAMES, (out, *grads), strict=True):
         torch.testing.assert_close(value.double(), want[name], rtol=2e-6, atol=2e-6, msg=name)
-    torch.library.opcheck(_scan, (*leaves, "triton", 0))
+    torch.library.opcheck(_scan, (*leaves, "triton", 0 if grid is None else grid[1]))

@@ -19,18 +19,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def make_block(D=64, H=100, bidirectional=True, **kwargs):
+def make_block(D=64, H=100, bidirectional=True, scan="1d", **kwargs):
     torch.manual_seed(D + H)
     args = dict(proj_drop=0.0, drop_path=0.0, norm_layer=nn.LayerNorm, act_layer=nn.SiLU, device=None, dtype=None)
     args |= kwargs
-    mixer = Hgru(D, bidirectional=bidirectional, proj_drop=args["proj_drop"], norm_layer=args["norm_layer"])
+    mixer = Hgru(D, bidirectional, scan=scan, proj_drop=args["proj_drop"], norm_layer=args["norm_layer"])
     block = Block(mixer, H / D, **args).eval().requires_grad_(False)
     for parameter in block.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
     return block
 
 
-def expected(block, x, lower_bound):
+def expected(block, x, lower_bound, grid=None):
     """The block from its definition, in float64."""
     x, w = x.double(), {name: value.double() for name, value in block.state_dict().items()}
     D = x.shape[-1]
@@ -41,7 +41,8 @@ def expected(block, x, lower_bound):
     def linear(y, name):
         return F.linear(y, w[f"{name}.weight"], w[f"{name}.bias"])
 
-    h = reference.hgru_scan(linear(norm(x, "norm1"), "mixer.in_proj"), lower_bound.double(), w["mixer.theta"])
+    z = linear(norm(x, "norm1"), "mixer.in_proj")
+    h = reference.hgru_scan(z, lower_bound.double(), w["mixer.theta"], grid=grid)
     assert h.shape[-1] == 2 * D
     x = x + linear(norm(h, "mixer.norm"), "mixer.out_proj")
     a, v = linear(norm(x, "norm2"), "mlp.fc1").chunk(2, dim=-1)
@@ -92,6 +93,39 @@ def test_matches_the_definition(calls, threads, B, T, D, H, bidirectional):
         assert len(calls) == 2
 
 
+@pytest.mark.parametrize(
+    "B, grid, D, H, bidirectional",
+    [
+        (1, (1, 1), 32, 7, True),
+        (1, (14, 14), 192, 384, True),
+        (1, (40, 41), 32, 64, True),
+        (3, (5, 19), 64, 100, False),
+        (23, (3, 5), 64, 128, True),
+        (2, (1, 600), 32, 64, True),
+        (5, (600, 1), 32, 64, True),
+    ],
+)
+def test_rows_and_columns_match_the_definition(calls, threads, B, grid, D, H, bidirectional):
+    block = make_block(D, H, bidirectional, scan="2d")
+    x, lower_bound = torch.randn(B, grid[0] * grid[1], D), torch.rand(D)
+    want = expected(block, x, lower_bound, grid)
+    for number in (1, 2, 3):
+        threads(number)
+        calls.clear()
+        assert error(block(x, lower_bound, grid), want) <= 2e-6
+        assert error(block.double()(x.double(), lower_bound.double(), grid), want) <= 1e-12
+        block.float()
+        assert len(calls) == 2
+
+
+def test_a_grid_that_does_not_fit_is_refused_before_the_kernel():
+    block, x = make_block(scan="2d"), torch.randn(2, 12, 64)
+    with pytest.raises(ValueError, match="a grid of 3 x 5 has 15 tokens, x has 12"):
+        block(x, torch.rand(64), (3, 5))
+    with pytest.raises(ValueError, match="needs the grid of its 12 tokens"):
+        block(x, torch.rand(64))
+
+
 @pytest.mark.parametrize("B", [1, 2, 3, 5, 8, 23, 128])
 @pytest.mark.parametrize("T", [1, 16, 49, 196, 600])
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -112,9 +146,10 @@ def test_takes_any_strides(calls):
     assert error(block(x.permute(1, 2, 0), lower_bound), want) <= 2e-6 and calls
 
 
-def test_stays_within_its_buffers(monkeypatch):
-    block, x, lower_bound = make_block(), torch.randn(2, 150, 64), torch.rand(64)
-    want, made, empty = block(x, lower_bound), [], torch.empty
+@pytest.mark.parametrize("scan", ["1d", "2d"])
+def test_stays_within_its_buffers(monkeypatch, scan):
+    block, x, lower_bound, grid = make_block(scan=scan), torch.randn(2, 150, 64), torch.rand(64), (10, 15)
+    want, made, empty = block(x, lower_bound, grid), [], torch.empty
 
     def guarded_empty(*size, **kwargs):
         shape = empty(*size, device="meta").shape
@@ -124,7 +159,7 @@ def test_stays_within_its_buffers(monkeypatch):
 
     monkeypatch.setattr(cpu_block, "_kept", threading.local())
     monkeypatch.setattr(torch, "empty", guarded_empty)
-    assert torch.equal(block(x, lower_bound), want)
+    assert torch.equal(block(x, lower_bound, grid), want)
     assert len(made) == 3 and all((m[:128] == 12345).all() and (m[128 + n :] == 12345).all() for m, n in made)
 
 

@@ -21,7 +21,7 @@ def test_torch_backend_matches_reference(shape, parts, K):
         assert relative_error(got[name], want[name]) < 1e-12, name
 
 
-GRIDS = [(1, 7), (6, 1), (3, 5), (16, 16), (2, 9)]
+GRIDS = [(1, 7), (6, 1), (3, 5), (16, 16), (9, 7)]
 
 
 @pytest.mark.parametrize("K", [1, 2])
@@ -37,7 +37,8 @@ def test_torch_backend_on_a_grid_matches_reference(grid, parts, K):
 
 def test_a_large_grid_matches_reference():
     args = inputs(1, 64 * 64, 2, 2, 5)
-    got, want = (with_grads(scan, *args, grid=(64, 64)) for scan in (hgru_scan, reference.hgru_scan))
+    got = with_grads(hgru_scan, *args, backend="torch", grid=(64, 64))
+    want = with_grads(reference.hgru_scan, *args, grid=(64, 64))
     for name in want:
         assert relative_error(got[name], want[name]) < 1e-12, name
 
