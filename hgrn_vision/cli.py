@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "train a model, or continue a run",
     "finetune": "a classifier from a folder of your images",
     "distill": "a small model that learns from photographs without labels, taught by a good one",
+    "compare": "models or settings side by side: seeds, error bars, a report",
     "predict": "class names and probabilities for images",
     "evaluate": "accuracy of a model on labelled images, class by class",
     "bench": "speed and memory compared with other timm models",

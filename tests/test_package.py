@@ -87,13 +87,15 @@ TABLE = [
     ),
     (
         "hgrn_vision/report",
-        "__init__ style html page charts gates confusion gallery interpret_figures explanation speed",
+        "__init__ style html page charts gates confusion gallery interpret_figures explanation speed "
+        "study study_charts",
         ("report", "files"),
     ),
     (
         "hgrn_vision/train",
         "__init__ config recipes finetune_recipe build engine evaluation checkpoint run run_folder environment "
-        "distributed faults memory observer trackers summary teachers distillation photo_splits",
+        "distributed faults memory observer trackers summary teachers distillation photo_splits "
+        "cost statistics step_time study study_folder study_plan study_report study_runs",
         ("train", "report", "data", "hgrn", "weights", "files", "randomness", "version"),
     ),
     (
@@ -103,8 +105,8 @@ TABLE = [
     ),
     (
         "hgrn_vision/commands",
-        "__init__ _flags _console _dataset_check _run_exported "
-        "bench digits distill doctor evaluate explain export finetune models pathfinder predict publish train",
+        "__init__ _flags _console _dataset_check _run_exported _study_display "
+        "bench compare digits distill doctor evaluate explain export finetune models pathfinder predict publish train",
         ("commands", "inference", "train", "report", "data", "files", "randomness", "version", *MODEL, "kernels"),
     ),
     ("hgrn_vision", "cli", ("commands",)),

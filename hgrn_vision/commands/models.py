@@ -9,6 +9,8 @@ import timm
 from timm.models import model_entrypoint
 from torch import nn
 
+from ..train.cost import recurrence_cost
+
 EXAMPLE = "hgrn-vision models 'hgrn_deit_*'"
 SIDE = 224
 MODULES = ("hgrn", "pyramid")  # where timm's registry says that our models come from
@@ -92,14 +94,7 @@ def _map_cost(model: nn.Module, level: nn.Module, reduction: int) -> int:
 
 def scan_cost(model: nn.Module) -> int:
     """Multiply-adds of the gated recurrence for one image."""
-    cost = 0
-    for block in model.blocks:
-        mixer = block.mixer
-        # per token and channel: the decay 1, its complement times c 2, the output gate 2;
-        # in each direction the rotation times the decay 2, and times the state 4
-        each = 3 + 2 * mixer.output_gate + 6 * (1 + mixer.bidirectional)
-        cost += each * _tokens(model) * mixer.dim
-    return cost
+    return recurrence_cost(model, _tokens(model))
 
 
 def _tokens(model: nn.Module) -> int:

@@ -9,11 +9,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ..train.config import TrainConfig, from_mapping, read_yaml, to_yaml
+from ..train import recipes
+from ..train.config import TrainConfig, read_yaml, to_yaml
 from ..train.distributed import is_main
 from ..train.evaluation import score
 from ..train.observer import Outcome
-from ..train.recipes import RECIPES
 from ..train.run import train
 from ._console import Display, backend_details, exit_code
 from ._flags import OF_PHOTOGRAPHS, add_setting_flags, given_settings
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--recipe",
-        choices=RECIPES,
+        choices=recipes.RECIPES,
         default=argparse.SUPPRESS,
         help="named preset; paper where DATA is given, else digits",
     )
@@ -55,16 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def resolve(args: argparse.Namespace) -> TrainConfig:
     """The settings: the recipe's, then the file's, then the flags'."""
-    settings = {**(read_yaml(args.config) if args.config else {}), **given_settings(args)}
-    has_data = bool(settings.get("data") or settings.get("dataset"))
-    name = settings.get("recipe") or ("paper" if has_data else "digits")
-    if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}")
-    if name != "digits" and not has_data:
-        raise ValueError(f"recipe {name} needs images, for example: {RECIPES[name].command}")
-    if name == "digits" and has_data and settings.get("data") != "digits":
-        raise ValueError("recipe digits is for the packaged digits; leave DATA out, or choose another recipe")
-    return from_mapping({**RECIPES[name].settings, **settings, "recipe": name})
+    return recipes.resolve({**(read_yaml(args.config) if args.config else {}), **given_settings(args)})
 
 
 def _train(args: argparse.Namespace, main: bool) -> int:

@@ -24,6 +24,10 @@ from .distributed import World, start
 from .faults import memory_advice
 
 
+class WrongSize(ValueError):
+    """A model that cannot take images of a size."""
+
+
 class Confusion(NamedTuple):
     """Which classes were taken for which; only classes that occur, as all pairs of 10,000 would fill the memory."""
 
@@ -163,6 +167,8 @@ def score(path: str | Path, settings: dict[str, Any]) -> Score:
     config = from_mapping({**checkpoint.config, **here})
     validation = world.everywhere(lambda: open_validation(config, checkpoint.class_names))
     model = rebuild_model(checkpoint).to(world.device)
+    if config.img_size and config.img_size != checkpoint.config["img_size"]:
+        fit_size(model, config.img_size)
     spec = data_spec(config, model)
     loader = EvalLoader(validation, config, spec, world.rank, world.size)
     transform = BatchTransform(config, spec, model.num_classes)
@@ -170,6 +176,23 @@ def score(path: str | Path, settings: dict[str, Any]) -> Score:
     loader.close()
     world.close()
     return Score(file, config, checkpoint.progress["epoch"], evaluation, world.main)
+
+
+def fit_size(model: nn.Module, side: int) -> None:
+    """Let a trained model take square images of another size; position embeddings are resampled.
+
+    WrongSize where it cannot, as with mixers, whose weights belong to one number of patches.
+    """
+    first = next(model.parameters())
+    channels = getattr(model, "in_chans", None) or model.pretrained_cfg["input_size"][0]
+    try:
+        if hasattr(model, "set_input_size"):
+            model.set_input_size(img_size=side)
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, channels, side, side, device=first.device, dtype=first.dtype))
+    except (RuntimeError, ValueError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise WrongSize(f"the model cannot take images of {side} pixels: {reason}") from error
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -1,7 +1,10 @@
 """Named presets: each with the command that runs it and the result to expect."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from .config import TrainConfig, from_mapping
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,16 @@ DISTILL = Recipe(
         "max_bad_fraction": 0.1,
     },
 )
+
+
+def resolve(settings: Mapping[str, Any]) -> TrainConfig:
+    """`settings` over those of the recipe that they name: by default the digits' without data, else the paper's."""
+    has_data = bool(settings.get("data") or settings.get("dataset"))
+    name = settings.get("recipe") or ("paper" if has_data else "digits")
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}")
+    if name != "digits" and not has_data:
+        raise ValueError(f"recipe {name} needs images, for example: {RECIPES[name].command}")
+    if name == "digits" and has_data and settings.get("data") != "digits":
+        raise ValueError("recipe digits is for the packaged digits; leave DATA out, or choose another recipe")
+    return from_mapping({**RECIPES[name].settings, **settings, "recipe": name})

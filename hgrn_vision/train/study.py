@@ -1,0 +1,241 @@
+"""A study: arms, each a model with settings of its own, trained with several seeds on the same images.
+
+All that an arm does not name is equal for all of them.
+"""
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from timm.models import is_model
+
+from . import recipes
+from .config import TrainConfig, convert, describe, field_types, from_mapping, read_yaml
+
+SETTINGS = {item.name for item in fields(TrainConfig)}
+# what decides the images that top-1 is measured on, and what the study itself decides
+SHARED = {
+    "data",
+    "dataset",
+    "val_split",
+    "holdout",
+    "eval_images",
+    "classes",
+    "input_key",
+    "target_key",
+    "val",
+    "photos",
+}
+SHARED |= {"seed", "recipe", "device", "threads", "wandb"}
+ELSEWHERE = ("local-dir:", "hf-hub:")
+SEQUENCE = {"patch_size": 1, "in_chans": 1}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is compared: settings over those that all arms share."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Where its runs are, below the study."""
+        return re.sub(r"[^\w.+-]+", "_", self.name).strip("._") or "arm"
+
+
+@dataclass(frozen=True)
+class Study:
+    """All that decides a study's outcome.
+
+    Args:
+        settings: of `train`, for all arms.
+        arms: the first one is what the others are compared with.
+        seeds: of the runs of every arm.
+        sizes: further image sizes at which trained weights are evaluated.
+        sequence: one token per pixel and one grey channel.
+        minutes_per_run: time for the steps of a run; 0 gives all arms the same number of steps instead.
+        modules: Python files or modules to import first, which register models with timm.
+    """
+
+    settings: dict[str, Any]
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    sizes: tuple[int, ...] = ()
+    sequence: bool = False
+    minutes_per_run: float = 0.0
+    modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.arms) < 2:
+            raise ValueError(f"a study compares at least two arms, got {len(self.arms)}")
+        _refuse_repeats("arms are named", [arm.name for arm in self.arms])
+        _refuse_repeats("arms would share the folder", [arm.folder for arm in self.arms])
+        if not self.seeds:
+            raise ValueError("a study needs at least one seed, got none")
+        _refuse_repeats("seeds are", self.seeds)
+        if any(size < 1 for size in self.sizes):
+            raise ValueError(f"sizes must be at least 1 pixel, got {min(self.sizes)}")
+        if self.minutes_per_run < 0:
+            raise ValueError(f"minutes_per_run must not be negative, got {self.minutes_per_run:g}")
+
+    def configs(self) -> dict[str, TrainConfig]:
+        """The settings of each arm, by its name; their seed is to come."""
+        base = recipes.resolve(self.settings)
+        if self.sequence:
+            if not base.img_size:
+                raise ValueError("a study of pixel sequences needs --img-size: every pixel is a token")
+            base = replace(base, model_args={**base.model_args, **SEQUENCE})
+        return {arm.name: _configure(base, arm) for arm in self.arms}
+
+
+def _refuse_repeats(what: str, values: Sequence[Any]) -> None:
+    repeated = [value for value, count in Counter(values).items() if count > 1]
+    if repeated:
+        raise ValueError(f"two {what} {repeated[0]!r}")
+
+
+def _configure(base: TrainConfig, arm: Arm) -> TrainConfig:
+    own = dict(arm.settings)
+    arguments = {**base.model_args, **own.pop("model_args", {})}
+    # null takes an argument away that the others have
+    own["model_args"] = {name: value for name, value in arguments.items() if value is not None}
+    try:
+        config = from_mapping(own, base)
+    except ValueError as error:
+        raise ValueError(f"arm {arm.name!r}: {error}") from error
+    if not is_model(config.model) and not config.model.startswith(ELSEWHERE):
+        raise ValueError(f"arm {arm.name!r}: timm has no model {config.model!r}")
+    return config
+
+
+def arm_from_mapping(name: str, given: Mapping[str, Any] | str | None) -> Arm:
+    """An arm from a study file; keys that are no settings of `train` are arguments of the model's constructor."""
+    if isinstance(given, str):
+        given = {"model": given}
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(f"arm {name!r} must be a model's name or settings, got {given!r}")
+    given = dict(given or {})
+    shared = sorted(given.keys() & SHARED)
+    if shared:
+        raise ValueError(f"arm {name!r} cannot have its own {shared[0]}, which is the same for all arms")
+    settings = {key: convert(key, value) for key, value in given.items() if key in SETTINGS}
+    arguments = {key: value for key, value in given.items() if key not in SETTINGS}
+    if arguments or "model_args" in settings:
+        settings["model_args"] = {**settings.get("model_args", {}), **arguments}
+    return Arm(str(name), settings)
+
+
+def parse_arm(text: str) -> Arm:
+    """An arm as typed: [NAME=]MODEL[,KEY=VALUE...], or [NAME=]KEY=VALUE[,...] for the model that all arms share."""
+    # commas inside brackets belong to a value
+    first, *items = re.split(r",(?![^\[]*\])", text)
+    parts = [part.strip() for part in first.split("=", 2)]
+    name, given = text, {}
+    if len(parts) == 1:
+        given["model"] = parts[0]
+    elif len(parts) == 3:
+        name, items = parts[0], [f"{parts[1]}={parts[2]}", *items]
+    elif parts[0] in SETTINGS and not is_model(parts[1]):
+        items = [first, *items]
+    else:
+        name, given["model"] = parts
+    for item in items:
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not key or not equals:
+            raise ValueError(f"arm {text!r}: expected KEY=VALUE after the model, got {item!r}")
+        given[key] = _value(key, value)
+    if not name:
+        raise ValueError(f"arm {text!r} has no name before its '='")
+    return arm_from_mapping(name, given)
+
+
+def _value(key: str, text: str) -> Any:
+    if key in SETTINGS:
+        base, _, optional = describe(field_types()[key])
+        if optional and text == "none":
+            return None
+        if base is str:
+            return text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    # YAML takes 1e-3 for a text
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?e[-+]?\d+", value) else value
+
+
+def read_study(path: str | Path) -> dict[str, Any]:
+    """The content of a study file: settings of `train`, and arms, seeds, sizes, ..., output."""
+    content = read_yaml(path)
+    modules = content.get("modules")
+    if isinstance(modules, list):
+        # Python files are looked for beside the study
+        beside = Path(path).resolve().parent
+        content["modules"] = [str(beside / name) if str(name).endswith(".py") else name for name in modules]
+    # what the record of a study says of its images and its pace
+    return {key: value for key, value in content.items() if key not in ("images", "seconds_per_step")}
+
+
+def study_from_mapping(content: Mapping[str, Any]) -> Study:
+    """A study from the content of a file, with what was typed laid over it."""
+    content = dict(content)
+    arms = content.pop("arms", None) or ()
+    if isinstance(arms, Mapping):
+        arms = tuple(arm_from_mapping(name, given) for name, given in arms.items())
+    elif isinstance(arms, str):
+        raise ValueError("arms must be a list or a mapping of names to settings")
+    else:
+        arms = tuple(arm if isinstance(arm, Arm) else parse_arm(str(arm)) for arm in arms)
+    own = {item.name: content.pop(item.name) for item in fields(Study)[2:] if item.name in content}
+    for name, kind in (("seeds", int), ("sizes", int), ("modules", str)):
+        if name in own:
+            own[name] = _several(name, own[name], kind)
+    if not isinstance(own.get("minutes_per_run", 0), int | float) or not isinstance(own.get("sequence", False), bool):
+        raise ValueError("minutes_per_run must be a number, and sequence true or false")
+    settings = {key: convert(key, value) for key, value in content.items()}
+    if "seed" in settings:
+        raise ValueError("a study has seeds, one run of every arm for each; give --seeds instead of --seed")
+    if settings.get("photos"):
+        raise ValueError("a study needs labels to measure top-1; photographs without labels have none")
+    return Study(settings, arms, **own)
+
+
+def _several(name: str, values: Any, kind: type) -> tuple[Any, ...]:
+    values = [] if values is None else values
+    if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
+        raise ValueError(f"{name} must be a list of {'whole numbers' if kind is int else 'texts'}, got {values!r}")
+    return tuple(values)
+
+
+def import_modules(modules: Sequence[str]) -> None:
+    """Import Python files or modules, so that the models they register with timm are known."""
+    for module in modules:
+        try:
+            if module.endswith(".py"):
+                _import_file(Path(module))
+            else:
+                importlib.import_module(module)
+        except (OSError, ImportError, SyntaxError) as error:
+            raise ValueError(f"cannot import {module}: {error}") from error
+
+
+def _import_file(path: Path) -> None:
+    if path.stem in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    # timm's registry looks the module up by its name
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise

@@ -1,0 +1,94 @@
+"""What a study is going to do, checked before anything is trained."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..data.splits import Split, Stream, open_splits, steps_per_epoch
+from .build import build_model, data_spec
+from .config import TrainConfig
+from .cost import count_parameters, multiply_adds
+from .step_time import fit_minutes
+from .study import Arm, Study, import_modules
+
+
+@dataclass(frozen=True)
+class ArmPlan:
+    """The runs of an arm, all alike except for their seed."""
+
+    arm: Arm
+    config: TrainConfig
+    epoch_steps: int
+    parameters: int
+    multiply_adds: float  # NaN where they cannot be counted
+    side: int  # of its images
+
+    @property
+    def steps(self) -> int:
+        """Of one run."""
+        return self.config.epochs * self.epoch_steps
+
+    def fitted(self, minutes: float, seconds_per_step: float) -> "ArmPlan":
+        """The same in so many minutes of training."""
+        config = fit_minutes(self.config, minutes, seconds_per_step, self.epoch_steps)
+        return ArmPlan(self.arm, config, config.epoch_steps, self.parameters, self.multiply_adds, self.side)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All runs of a study."""
+
+    study: Study
+    arms: list[ArmPlan]
+    images: dict[str, int]
+
+    @property
+    def runs(self) -> list[tuple[ArmPlan, int]]:
+        """Arm and seed, in the order in which they run: all arms with one seed, then the next seed."""
+        return [(arm, seed) for seed in self.study.seeds for arm in self.arms]
+
+
+def make_plan(study: Study) -> Plan:
+    """Check the whole study: its models can be built and take the images, its data is there."""
+    import_modules(study.modules)
+    configs = study.configs()
+    if study.minutes_per_run and any(config.first_sizes for config in configs.values()):
+        raise ValueError("first_sizes counts epochs, whose number --minutes-per-run does not know beforehand")
+    opened: dict[str, tuple[Split | Stream, Split | Stream]] = {}
+    arms = []
+    for arm in study.arms:
+        config = configs[arm.name]
+        # only this setting of the images may differ between arms
+        if config.train_split not in opened:
+            opened[config.train_split] = open_splits(config)
+        train, validation = opened[config.train_split]
+        try:
+            arms.append(_plan_arm(arm, config, train))
+        except ValueError as error:
+            raise ValueError(f"arm {arm.name!r}: {error}") from error
+    images: dict[str, Any] = {"training": len(train), "validation": len(validation), "classes": len(train.class_names)}
+    return Plan(study, arms, images)
+
+
+def _plan_arm(arm: Arm, config: TrainConfig, train: Split | Stream) -> ArmPlan:
+    steps = steps_per_epoch(train, config)
+    model = build_model(config, len(train.class_names))
+    size = data_spec(config, model).input_size
+    return ArmPlan(arm, config, steps, count_parameters(model), _cost(model, size), size[-1])
+
+
+def _cost(model: nn.Module, size: tuple[int, int, int]) -> float:
+    try:
+        return float(multiply_adds(model, size))
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
+        # not all models can be followed without numbers: one that runs is good enough
+        try:
+            with torch.no_grad():
+                model.eval()(torch.zeros(1, *size))
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"the model cannot take images of {size[1]}x{size[2]} pixels: {reason}") from error
+        return math.nan
