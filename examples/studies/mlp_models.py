@@ -23,13 +23,13 @@ def _create(name: str, pretrained: bool, **kwargs) -> nn.Module:
 
 @register_model
 def mixer_mini(pretrained: bool = False, **kwargs) -> nn.Module:
-    """MLP-Mixer (arXiv 2105.01601): 9 blocks of width 96, as many parameters as 6 of HGRN's."""
-    return _create("mixer_mini", pretrained, **dict(dict(patch_size=4, num_blocks=9, embed_dim=96), **kwargs))
+    """MLP-Mixer (arXiv 2105.01601): 9 blocks of width 64, as many parameters as 6 of HGRN's."""
+    return _create("mixer_mini", pretrained, **dict(dict(patch_size=4, num_blocks=9, embed_dim=64), **kwargs))
 
 
 @register_model
 def resmlp_mini(pretrained: bool = False, **kwargs) -> nn.Module:
-    """ResMLP (arXiv 2105.03404): 9 blocks of width 96, as many parameters as 6 of HGRN's."""
+    """ResMLP (arXiv 2105.03404): 9 blocks of width 64, as many parameters as 6 of HGRN's."""
     block = partial(ResBlock, init_values=0.1)  # timm's for its smaller models
-    model_args = dict(patch_size=4, num_blocks=9, embed_dim=96, mlp_ratio=4.0, block_layer=block, norm_layer=Affine)
+    model_args = dict(patch_size=4, num_blocks=9, embed_dim=64, mlp_ratio=4.0, block_layer=block, norm_layer=Affine)
     return _create("resmlp_mini", pretrained, **dict(model_args, **kwargs))

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
 
 from .style import BLUE, GREEN, ORANGE, VIOLET
 
-COLOURS = (BLUE, ORANGE, GREEN, VIOLET, "#e0457b", "#0ea5b7", "#a3762b", "#64748b", "#b5b800", "#7f1d1d")
+COLOURS = (BLUE, ORANGE, GREEN, VIOLET, "#e0457b", "#0ea5b7", "#a3762b", "#64748b", "#b5b800", "#dc2626")
 LINES = ("-", "--", ":")  # the colours come again with the next one
 
 
@@ -76,7 +76,7 @@ def dot_chart(arms: Sequence[Any]) -> Figure:
     for axes in (dots, differences):
         axes.grid(True, axis="x")
         axes.tick_params(axis="y", length=0)
-        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_locator(MaxNLocator(5))
     return figure
 
 
