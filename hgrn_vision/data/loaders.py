@@ -20,7 +20,7 @@ class TrainLoader:
     """This rank's micro-batches, decoded and augmented by worker processes that stay from epoch to epoch."""
 
     def __init__(self, train: Split | Stream, config: DataSettings, spec: DataSpec, rank: int = 0, world_size: int = 1):
-        self.numbers = _numbers(config, rank, world_size)
+        self.numbers = rank_micro_batches(config, rank, world_size)
         self.steps = steps_per_epoch(train, config)
         if train.indexed:
             self.source = IndexedEpochs(train, config, spec, self.numbers)
@@ -38,14 +38,14 @@ class TrainLoader:
         self.source.close()
 
 
-def _numbers(config: DataSettings, rank: int, world_size: int) -> range:
-    """The micro-batches of each step that are this rank's."""
+def rank_micro_batches(config: DataSettings, rank: int, world_size: int) -> range:
+    """The micro-batches of each step that are this rank's; a ValueError if the ranks cannot share them evenly."""
     count = config.micro_batches
     if count % world_size:
         possible = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise ValueError(
-            f"{world_size} processes cannot share {count} micro-batches evenly "
-            f"(batch {config.batch_size}, micro-batch {config.micro_batch}); these numbers of processes can: {possible}"
+            f"{world_size} processes cannot share {count} micro-batches evenly (batch_size {config.batch_size} / "
+            f"micro_batch {config.micro_batch}): {possible} processes would work, or a smaller --micro-batch"
         )
     share = count // world_size
     return range(rank * share, (rank + 1) * share)

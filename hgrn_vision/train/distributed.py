@@ -170,14 +170,3 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device
-
-
-def check_ranks(config: TrainConfig, size: int) -> None:
-    """Refuse a number of processes that cannot share the micro-batches evenly."""
-    total = config.micro_batches
-    if total % size:
-        would_do = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
-        raise ValueError(
-            f"{size} processes cannot share {total} micro-batches (batch_size {config.batch_size} / micro_batch "
-            f"{config.micro_batch}) evenly: {would_do} processes would work, or a smaller --micro-batch"
-        )

@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 
 from ..data.batches import BadRecord
-from ..data.loaders import EvalLoader, TrainLoader
+from ..data.loaders import EvalLoader, TrainLoader, rank_micro_batches
 from ..data.spec import DataSpec
 from ..data.splits import open_splits, steps_per_epoch
 from ..files import write_text
 from .build import build_model, build_teacher, data_spec, describe_model, load_body
 from .checkpoint import Checkpoint, Checkpoints
 from .config import TrainConfig, to_mapping, to_yaml
-from .distributed import World, check_ranks, start
+from .distributed import World, start
 from .engine import Engine, Progress
 from .environment import versions
 from .evaluation import Evaluation, evaluate
@@ -101,7 +101,8 @@ class Run:
     def open(self, allow_change: bool, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Load everything, from a checkpoint where there is one."""
         config, world = self.config, self.world
-        world.on_main(lambda: check_ranks(config, world.size))
+        # before anything is loaded
+        world.on_main(lambda: rank_micro_batches(config, world.rank, world.size))
         world.on_main(lambda: check_trackers(config))
         self.teacher = world.everywhere(lambda: build_teacher(config, world.device))
         self._open_images()

@@ -11,7 +11,7 @@ from training import digits
 from hgrn_vision.cli import main
 from hgrn_vision.train import distributed
 from hgrn_vision.train.config import TrainConfig
-from hgrn_vision.train.distributed import LostRank, World, check_ranks, is_main, start
+from hgrn_vision.train.distributed import LostRank, World, is_main, start
 
 MISSING = "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 180000 ms\nException raised from somewhere"
 
@@ -127,13 +127,6 @@ def test_only_the_main_process_prints_warns_and_clears_the_smoke_folder(launched
         logging.getLogger("hgrn_vision").warning("told once")
         said = capsys.readouterr()
         assert ("epochs: 2" in said.out, "told once" in said.err) == (rank == 0, rank == 0)
-
-
-def test_ranks_that_do_not_divide_the_batch_are_told_which_would():
-    config = digits(batch_size=96, micro_batch=16)
-    check_ranks(config, 3)
-    with pytest.raises(ValueError, match="4 processes cannot share 6 micro-batches .* 1, 2, 3, 6 processes would work"):
-        check_ranks(config, 4)
 
 
 def test_threads_of_a_rank():
