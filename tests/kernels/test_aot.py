@@ -62,7 +62,7 @@ def check_traffic(report):
         if kernel["directions"] == 2 and kernel["gate"] in (True, None)
     }
     for target in ("sm_80", "gfx942"):
-        # reads c and f, bias and parameters once a chunk of 16; writes two states and the product of decays
+        # reads c and f, bias and parameters once per chunk of 16; writes two states and the product of decays
         aggregate = by_name["forward_aggregate", target]
         assert aggregate["loads"] == 3 + (3 + 1 + 8) / 16 and aggregate["stores"] == 5 / 16
         assert aggregate["memory"] == 3 * 2 + 5 * 4 / 16 and aggregate["cache"] == (3 + 1 + 8) * 4 / 16
@@ -70,7 +70,7 @@ def check_traffic(report):
         apply = by_name["backward_apply", target]
         assert apply["stores"] == 5 + 8 / 16
         assert apply["memory"] == 7 * 2 + 5 * 2 + (4 + 4 + 8) * 4 / 16
-        # all but the last group of two tokens are read twice, and parameters once a chunk
+        # all but the last group of two tokens are read twice, and parameters once per chunk
         assert apply["cache"] == 7 * 2 * 14 / 16 + (5 + 1 + 8) * 4 / 16
         # all but the first group is read twice, but its gates once; a state is kept per group
         sequence = by_name["forward_sequence", target]
@@ -117,10 +117,33 @@ def check_that_a_broken_bar_fails(report, monkeypatch, capsys):
     assert "backward_apply" in out and "MODEL, not measured" in out
 
 
+COUNTS = dict(registers=64, spills=0, stack=0, shared=0, atomics=0, seconds=1.0, loads=1.0, stores=1.0)
+
+
+def test_bytes_of_a_step_are_those_of_all_its_kernels_and_of_adding_up_the_sums(monkeypatch, capsys):
+    def report(path, step, kernel, dtype, gate, memory, cache=0.0, sums=0.0):
+        return aot.Report("sm_80", path, step, kernel, dtype, gate, 2, **COUNTS, memory=memory, cache=cache, sums=sums)
+
+    reports = [
+        report("chunks", "forward", "aggregate", "bf16", True, 10.0, 3.0),
+        report("chunks", "forward", "carry", "fp32", None, 2.0),
+        report("chunks", "forward", "apply", "bf16", True, 14.0, 5.0),
+        report("chunks", "forward", "apply", "bf16", False, 99.0),
+        report("one pass", "backward", "sequence", "bf16", True, 30.0, sums=1.5),
+    ]
+    forward, _, backward = aot.scan_bytes(reports)
+    assert (forward["memory"], forward["cache"], forward["least"]) == (26.0, 8.0, (5 + 2) * 2)
+    # reads x and the gradient of the output, writes that of x
+    assert (backward["memory"], backward["least"], backward["ratio"]) == (31.5, (5 + 2 + 5) * 2, 31.5 / 24)
+    monkeypatch.setattr(aot, "compile_all", lambda targets, dtypes: reports)
+    assert aot.main(["--target", "sm_80", "--json"]) == 1
+    failure = "FAILED one pass backward bf16 gate=True directions=2: 1.31 times the least bytes, at most 1.3\n"
+    assert capsys.readouterr().err == failure
+
+
 @pytest.mark.parametrize("name", ["spills", "stack", "atomics"])
 def test_every_bar_is_judged(name):
-    counts = dict(registers=64, spills=0, stack=0, shared=0, atomics=0, seconds=1.0)
-    counts |= dict(loads=1.0, stores=1.0, memory=2.0, cache=0.0, sums=0.0)
+    counts = COUNTS | dict(memory=2.0, cache=0.0, sums=0.0)
     good = aot.Report("sm_80", "chunks", "forward", "carry", "fp32", None, 2, **counts)
     bad = aot.Report("sm_80", "chunks", "forward", "carry", "fp32", None, 2, **counts | {name: 4})
     for report in (good, bad):
