@@ -46,7 +46,7 @@ def compare() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--demo", type=Path, metavar="RUN", help="a finished run of `hgrn-vision train`")
     args, flags = parser.parse_known_args()
-    images, demo = args.folder / "pictures", args.demo or args.folder / "demo"
+    images, demo = args.folder / "images", args.demo or args.folder / "demo"
     if not args.demo:
         run("train", "--output", str(demo))
     if not images.exists():

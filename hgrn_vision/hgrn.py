@@ -419,7 +419,7 @@ def _create_hgrn_deit(variant: str, pretrained: bool, **kwargs) -> HgrnDeit:
         if source.file and not source.state_dict:
             check_packaged(source.file)
     elif not kwargs.get("pretrained_cfg"):
-        # new weights are no others' to describe: the image size is the paper's, not that of the packaged weights
+        # new weights have the paper's image size, not that of the packaged weights
         kwargs["pretrained_cfg"] = "untrained"
     return build_model_with_cfg(
         HgrnDeit,

@@ -1,4 +1,4 @@
-"""Weights that come with the package: where they lie, how they are written, and the check before they are read."""
+"""Weights that come with the package: where they are, how they are written, and the check before they are read."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ STARTER = "hgrn_deit_tiny.dist_photos"
 
 
 def weights_file(name: str) -> str:
-    """Where the weights of a model lie, by its name in timm's registry with the tag."""
+    """Where the weights of a model are, by its name in timm's registry with the tag."""
     return str(PRETRAINED / f"{name}.safetensors")
 
 

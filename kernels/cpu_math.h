@@ -87,7 +87,7 @@ static inline real exponential(real x) {
     return ((q * r + 1) * r + 1) * real_of((word)((uint64_t)word_of(shifted) << MANTISSA));
 }
 
-/* sigmoid(x) and 1 - sigmoid(x), both to full relative precision: neither is got by a subtraction */
+/* sigmoid(x) and 1 - sigmoid(x), both to full relative precision: neither by a subtraction */
 typedef struct {
     real on, off;
 } gate;

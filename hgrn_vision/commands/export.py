@@ -132,7 +132,7 @@ def takes_any_size(loaded: LoadedModel) -> bool:
 
 
 def describe(loaded: LoadedModel) -> dict[str, Any]:
-    """What a user needs to know who has only the file."""
+    """What someone who has only the file needs to know."""
     return {
         "class_names": loaded.class_names,
         **loaded.spec._asdict(),

@@ -32,7 +32,7 @@ class MicroBatchKey(NamedTuple):
 
 
 def epoch_order(images: int, config: DataSettings, epoch: int, length: int) -> np.ndarray:
-    """The first `length` images of an epoch, a function of seed and epoch; each comes config.repeats times running."""
+    """The first `length` images of an epoch, a function of seed and epoch; each comes config.repeats times in a row."""
     order = numpy_generator(fold(config.seed, epoch)).permutation(images)
     return order[np.arange(length) // config.repeats]
 

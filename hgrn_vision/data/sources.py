@@ -103,7 +103,7 @@ def list_csv(path: str) -> Listing:
 
 
 def _inside(root: str, file: str | None, where: str) -> str:
-    """`file` relative to `root`, refused where it lies outside."""
+    """`file` relative to `root`, refused if it is outside."""
     if not file:
         raise ValueError(f"{where}: no file")
     relative = os.path.relpath(os.path.join(root, file), root)

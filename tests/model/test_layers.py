@@ -167,7 +167,7 @@ def test_theta_starts_as_rotary_angles():
 @pytest.mark.parametrize("scale", [0.0, 1.0, 5.0])
 def test_lower_bounds_grow_from_zero_and_stay_below_one(scale):
     gamma = scale * (2 * torch.rand(12, 64) - 1)
-    gamma[0] = -scale  # the hardest case: the least room is left below 1
+    gamma[0] = -scale  # the hardest case: the least is left below 1
     bounds = lower_bounds(gamma, "increasing")
     p = gamma.double().softmax(dim=0)
     torch.testing.assert_close(bounds.double(), p.cumsum(0) - p[0], rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What the charts of a report draw, asked of the charts themselves."""
+"""What the charts of a report draw, read from the charts themselves."""
 
 import numpy as np
 import pytest
