@@ -11,7 +11,8 @@ def load(kind: str, path: str):
         import onnxruntime
 
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        return lambda images: session.run(None, {"images": images})[0]
+        name = session.get_inputs()[0].name
+        return lambda images: session.run(None, {name: images})[0]
 
     import torch
 

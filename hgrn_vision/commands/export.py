@@ -20,7 +20,7 @@ from ..files import whole_file
 from ..inference.pretrained import LoadedModel, load_model
 from ..randomness import numpy_generator
 from ..version import __version__
-from . import _run_exported
+from . import _run_exported, _web
 from ._console import check_free
 from ._flags import MODEL_HELP, at_least_one
 
@@ -38,12 +38,12 @@ class Format(NamedTuple):
     write: Callable[[LoadedModel, Path], None]
 
 
-def write_onnx(loaded: LoadedModel, path: Path) -> None:
+def write_onnx(loaded: LoadedModel, path: Path, input_name: str = "images") -> None:
     """ONNX operators; the metadata are properties of the file, their values JSON."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     program = torch.onnx.export(
-        trace(loaded), dynamo=True, verbose=False, input_names=["images"], output_names=["logits"]
+        trace(loaded), dynamo=True, verbose=False, input_names=[input_name], output_names=["logits"]
     )
     # stack traces of the operators: a tenth of the file, with paths of this machine
     ClearMetadataAndDocStringPass()(program.model)
@@ -65,37 +65,51 @@ def write_torchscript(loaded: LoadedModel, path: Path) -> None:
     torch.jit.script(loaded.model).save(str(path), _extra_files={METADATA: json.dumps(describe(loaded))})
 
 
+def write_web(loaded: LoadedModel, folder: Path) -> None:
+    """The model of a page; the rest is written once the model is known to be right."""
+    (folder / _web.MODEL).parent.mkdir(parents=True)
+    write_onnx(loaded, folder / _web.MODEL, _web.INPUT)
+
+
 FORMATS = {
     "onnx": Format(".onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx),
     "pt2": Format(".pt2", (), write_pt2),
     "torchscript": Format(".torchscript", (), write_torchscript),
+    "web": Format("-web", ("onnx", "onnxscript", "onnxruntime"), write_web),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
     parser.add_argument("model", help=MODEL_HELP)
-    parser.add_argument("--format", choices=FORMATS, default="onnx", help="file format (default onnx)")
-    parser.add_argument("--output", metavar="FILE", help="output file (default: the model's name, in this folder)")
+    parser.add_argument("--format", choices=FORMATS, default="onnx", help="file format (default onnx); web: a page")
+    parser.add_argument("--output", metavar="PATH", help="output file or page folder (default: the model's name)")
     parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the images (default: as trained)")
-    parser.add_argument("--force", action="store_true", help="overwrite the file")
+    parser.add_argument("--force", action="store_true", help="overwrite the file, or an earlier page")
+    parser.add_argument(
+        "--runtime",
+        metavar="FOLDER",
+        help="web: copy onnxruntime-web from its npm package, for use without a network (default: load it from a CDN)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Export and check; the file gets its name only if it answers as the model does."""
-    kind = FORMATS[args.format]
+    kind, web = FORMATS[args.format], args.format == "web"
     missing = [name for name in kind.needs if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"--format {args.format} needs {', '.join(missing)}: pip install 'hgrn_vision[export]'")
     path = Path(args.output or default_name(args.model) + kind.suffix)
     if args.format == "pt2" and path.suffix != kind.suffix:
         raise ValueError(f"PyTorch loads pt2 files only by a name that ends in .pt2, got {path}")
-    check_free([path], args.force)
+    _check_output(path, args)
     loaded = load_model(args.model, "cpu", args.img_size, exportable=True)
     if not hasattr(loaded.model, "recurrences"):
         raise ValueError(f"{loaded.name} is not an HGRN model; timm has export scripts for its own")
     # fails here, with the model's own message, if the model refuses this size
     loaded.model(torch.zeros(1, *loaded.spec.input_size))
+    if web:
+        _web.check_model(loaded)
     path.parent.mkdir(parents=True, exist_ok=True)
     # a folder beside the file, since archives store the name under which they were created
     with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
@@ -106,14 +120,34 @@ def run(args: argparse.Namespace) -> int:
             warnings.simplefilter("ignore")
             kind.write(loaded, partial)
         # against the model as everyone uses it, not the variant of plain operators that was exported
-        worst = largest_difference(load_model(args.model, "cpu", args.img_size), args.format, partial)
+        reference = load_model(args.model, "cpu", args.img_size)
+        worst = largest_difference(reference, "onnx" if web else args.format, partial / _web.MODEL if web else partial)
         if not worst <= TOLERANCE:
             print(f"hgrn-vision export: differs by {worst:.1e} from the model, no file was written", file=sys.stderr)
             return 1
-        with whole_file(path) as temporary:
-            os.replace(partial, temporary)
-    print(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; largest difference from the model {worst:.1e}")
+        if web:
+            _web.write_site(partial, loaded, default_name(args.model), worst, args.runtime)
+            _web.replace_folder(partial, path)
+        else:
+            with whole_file(path) as temporary:
+                os.replace(partial, temporary)
+    size = (path / _web.MODEL if web else path).stat().st_size / 1e6
+    print(f"wrote {path}, {size:.1f} MB; largest difference from the model {worst:.1e}")
+    if web:
+        print(f"look at it: python -m http.server -d {path}, then http://localhost:8000 in a browser")
     return 0
+
+
+def _check_output(path: Path, args: argparse.Namespace) -> None:
+    """Refuse, before any work is done, what could not be written at the end."""
+    if args.format != "web":
+        if args.runtime:
+            raise ValueError("--runtime is for --format web")
+        check_free([path], args.force)
+        return
+    _web.check_folder(path, args.force)
+    if args.runtime:
+        _web.find_runtime(args.runtime)
 
 
 def default_name(model: str) -> str:
