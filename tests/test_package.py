@@ -88,7 +88,7 @@ TABLE = [
     (
         "hgrn_vision/report",
         "__init__ style html page charts gates confusion gallery interpret_figures explanation speed "
-        "study study_charts",
+        "study study_charts web",
         ("report", "files"),
     ),
     (
@@ -105,7 +105,7 @@ TABLE = [
     ),
     (
         "hgrn_vision/commands",
-        "__init__ _flags _console _dataset_check _run_exported _study_display "
+        "__init__ _flags _console _dataset_check _run_exported _study_display _web "
         "bench compare digits distill doctor evaluate explain export finetune models pathfinder predict publish train",
         ("commands", "inference", "train", "report", "data", "files", "randomness", "version", *MODEL, "kernels"),
     ),
@@ -188,6 +188,8 @@ def test_a_plain_install_has_the_kernels_and_the_weights(tmp_path):
     assert folder == str(tmp_path / "site" / "hgrn_vision" / "kernels")
     assert {path.name for path in (ROOT / "kernels").glob("*.[pch]*")} <= set(ast.literal_eval(files))
     assert not (tmp_path / "site" / "kernels").exists()
+    pages = [path.relative_to(ROOT) for path in (ROOT / "hgrn_vision" / "report").glob("web/*")]
+    assert pages and all((tmp_path / "site" / path).is_file() for path in pages)
     assert {path.name for path in (tmp_path / "site" / "hgrn_vision" / "pretrained").iterdir()} == weights
 
 

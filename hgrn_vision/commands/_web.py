@@ -178,11 +178,10 @@ def _card(folder: Path, loaded: LoadedModel, worst: float) -> list[tuple[str, st
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     sizes = {name: (folder / name).stat().st_size / 1e6 for name in (MODEL, SMALL_MODEL)}
     architecture = loaded.model.pretrained_cfg.get("architecture")
+    packaged = packaged_models().get(loaded.name)
     rows = [
         ("Architecture", f"{architecture}, {parameters:,} parameters"),
-        ("Weights", f"{packaged_models()[loaded.name]}, which come with hgrn_vision")
-        if loaded.name in packaged_models()
-        else None,
+        ("Weights", f"{packaged}, which come with hgrn_vision") if packaged else None,
         _accuracy(Path(loaded.name) / "log.csv"),
         (
             "Images",
@@ -191,7 +190,7 @@ def _card(folder: Path, loaded: LoadedModel, worst: float) -> list[tuple[str, st
         ),
         (
             "Files",
-            f"{MODEL}, {sizes[MODEL]:.1f} MB: float32, logits within {worst:.1e} of the model in PyTorch; this page runs it. "
+            f"{MODEL}, {sizes[MODEL]:.1f} MB: float32, logits within {worst:.1e} of PyTorch's; this page runs it. "
             f"{SMALL_MODEL}, {sizes[SMALL_MODEL]:.1f} MB: weights of 8 bits, for transformers.js.",
         ),
     ]

@@ -9,8 +9,10 @@ const LARGEST = 89478485; // pixels; what Python refuses too
 // A sentence for the user, in the place of an error.
 class Problem extends Error {}
 
-function say(text) {
+// `seen`: also for those who see the page; they see the answers themselves.
+function say(text, seen = true) {
   $("status").textContent = text;
+  $("status").classList.toggle("hidden", !seen);
 }
 
 function complain(error) {
@@ -60,8 +62,8 @@ function showAnswers({ probabilities, preparing, computing }) {
   more.hidden = rows.length <= FEW;
   more.onclick = () => unfold(more.getAttribute("aria-expanded") === "false");
   unfold(false);
-  const [first, second] = rows.map((item) => [...item.children].map((part) => part.textContent).join(" "));
-  say(`Most likely ${first}${second ? `, then ${second}` : ""}.`);
+  const [first, second] = order.slice(0, 2).map((i) => `${labels[i]}, ${percent(probabilities[i])}`);
+  say(`Most likely ${first}${second ? `; then ${second}` : ""}.`, false);
   $("time").textContent = `${duration(computing)} for the model, ${duration(preparing)} to prepare the image.`;
 }
 

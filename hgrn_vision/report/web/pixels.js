@@ -1,5 +1,6 @@
 // An image as the model wants it, equal bit by bit to what Python does: Pillow's resize of the shorter side, torchvision's
-// centre crop, then normalisation in float32. Only the pixels of the crop are computed.
+// centre crop, then normalisation in float32. Only the pixels of the crop are computed. (Pillow resizes very tall images
+// along y first, which may round a byte up or down.)
 
 const FILTERS = {
   box: [0.5, (x) => (x > -0.5 && x <= 0.5 ? 1 : 0)],
