@@ -185,7 +185,7 @@ def _card(folder: Path, loaded: LoadedModel, worst: float) -> list[tuple[str, st
         _accuracy(Path(loaded.name) / "log.csv"),
         (
             "Images",
-            f"{pixels['size']} x {pixels['size']} pixels: the shorter side is resized to {pixels['resize']} "
+            f"{pixels['size']} × {pixels['size']} pixels: the shorter side is resized to {pixels['resize']} "
             f"({pixels['interpolation']}), then the centre is taken",
         ),
         (

@@ -65,13 +65,15 @@ function showAnswers({ probabilities, preparing, computing }) {
   const [first, second] = order.slice(0, 2).map((i) => `${labels[i]}, ${percent(probabilities[i])}`);
   say(`Most likely ${first}${second ? `; then ${second}` : ""}.`, false);
   $("time").textContent = `${duration(computing)} for the model, ${duration(preparing)} to prepare the image.`;
+  // on a phone the answers are below the image
+  $("time").scrollIntoView({ block: "nearest", behavior: "smooth" });
 }
 
 function clearAnswers() {
   $("answers").replaceChildren();
   $("more").hidden = true;
   $("time").textContent = "";
-  say(document.body.dataset.ready === undefined ? "Loading the model…" : "");
+  say(document.body.dataset.ready === undefined ? "Loading the model…" : "Ready for an image.");
 }
 
 let turn = 0;
