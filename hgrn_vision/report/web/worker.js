@@ -34,8 +34,8 @@ const actions = {
     runtime = await import(address);
     URL.revokeObjectURL(address);
     runtime.env.wasm.wasmBinary = message.wasm;
-    // more threads need headers that static hosts do not send
-    runtime.env.wasm.numThreads = self.crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency) : 1;
+    // more threads need headers that static hosts do not send, and would load this module again, by its address
+    runtime.env.wasm.numThreads = 1;
     session = await runtime.InferenceSession.create(new Uint8Array(message.model), { executionProviders: ["wasm"] });
     // the first run takes longer than the others; done here, it does not spoil the first answer's time
     await session.run({ pixel_values: imageTensor(new Float32Array(3 * spec.size * spec.size)) });
