@@ -36,4 +36,5 @@ class GateStatistics:
     def histogram(self, bins: int = BINS) -> np.ndarray:
         """Share of the values in each of `bins` equal parts of 0..1, (layers, bins); bins divides FINE_CELLS."""
         coarse = self.counts.reshape(len(self.counts), bins, -1).sum(axis=2)
-        return coarse / coarse.sum(axis=1, keepdims=True)
+        # there are none in a model whose weights are no longer numbers
+        return coarse / np.maximum(coarse.sum(axis=1, keepdims=True), 1)

@@ -139,7 +139,9 @@ def _run(
         outcome = train(config, folder, command, observer=observer, details=details)
         if outcome.status == "stopped":
             return None
-        status, history = "finished", outcome.progress.history
+        history = outcome.progress.history
+        # a run may end before it has gone back often enough to give up
+        status = "finished" if math.isfinite(history[-1]["val_loss"]) else "diverged"
     except Diverged:
         checkpoint = Checkpoints(folder / "checkpoints").load()
         status, history = "diverged", checkpoint.progress["history"] if checkpoint else []

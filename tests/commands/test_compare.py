@@ -2,16 +2,21 @@
 
 import csv
 import signal
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from launcher import Launcher
+from PIL import Image
 
 from hgrn_vision import cli
-from hgrn_vision.commands import compare
+from hgrn_vision.commands import _study_display, compare
+from hgrn_vision.inference.pretrained import load_model
 
 TINY = ["--model-args", "patch_size=2", "embed_dim=16", "depth=2", "--epochs", "2", "--epoch-steps", "2"]
 TINY += ["--eval-images", "64", "--batch-size", "32", "--micro-batch", "32", "--device", "cpu", "--workers", "0"]
+COSTS = (("cheap", 1e6), ("dear", 3e6))
 ARMS = ["--arms", "hgrn_deit_tiny", "no bound=hgrn_deit_tiny,lower_bound=none"]
 
 
@@ -188,3 +193,49 @@ def test_flags_win_over_the_file(tmp_path):
     study, output = compare.resolve(parser.parse_args(["compare", str(file), "b", "--lr", "0.7", "--seeds", "3"]))
     assert output == "there" and study.seeds == (3,) and study.settings == {"data": "b", "lr": 0.7}
     assert [arm.settings for arm in study.arms] == [{"model": "hgrn_deit_tiny"}, {"lr": 0.1}]
+
+
+def test_pixel_sequences_go_through_every_command(tmp_path, capsys):
+    """One grey token per pixel, from the data to a file that runs without this package."""
+    argv = ["--arms", "hgrn_deit_tiny", "one way=bidirectional=false", "--seeds", "0", "--sequence", "--epochs", "1"]
+    small = ["--epoch-steps", "1", "--eval-images", "32", "--img-size", "8", "--model-args", "embed_dim=16", "depth=2"]
+    code, out, _ = call(capsys, *argv, *small, "--device", "cpu", "--output", tmp_path / "study")
+    assert code == 0 and "one token each, in raster order" in (tmp_path / "study" / "report.html").read_text()
+    run = tmp_path / "study" / "hgrn_deit_tiny" / "seed0"
+    model = load_model(str(run))
+    assert model.spec.input_size == (1, 8, 8) and len(model.spec.mean) == 1
+    assert model.model.forward_features(torch.zeros(1, 1, 8, 8)).shape == (1, 64, 16)
+    image = tmp_path / "colour.png"
+    Image.new("RGB", (8, 8), (200, 30, 60)).save(image)
+    assert cli.main(["predict", str(run), str(image), "--csv", "-"]) == 0
+    assert "colour.png" in capsys.readouterr().out
+    assert cli.main(["evaluate", str(run), "digits", "--holdout", "0.1"]) == 0
+    assert "top1" in capsys.readouterr().out
+    file = tmp_path / "model.torchscript"
+    assert cli.main(["export", str(run), "--format", "torchscript", "--output", str(file)]) == 0
+    exported = torch.jit.load(file)
+    pixels = model.prepare(Image.open(image))[None]
+    with torch.no_grad():
+        assert torch.allclose(exported(pixels), model.model(pixels), atol=1e-4)
+
+
+def test_time_left_counts_every_run_of_the_study(capsys, monkeypatch):
+    """Arms that have run by their own pace, others by their multiply-adds."""
+    arms = [SimpleNamespace(arm=SimpleNamespace(name=name), steps=10, multiply_adds=cost) for name, cost in COSTS]
+    for arm in arms:
+        arm.config = SimpleNamespace(batch_size=2)
+    plan = SimpleNamespace(arms=arms, runs=[(arm, seed) for seed in (0, 1) for arm in arms])
+    now = iter([0.0, 4.0])
+    monkeypatch.setattr(_study_display.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(_study_display, "SECONDS_BETWEEN_LINES", 0)
+    display = _study_display.StudyDisplay()
+    display.opened(plan, [])
+    display.run_began(1, arms[0], 0)
+    display.began(SimpleNamespace(progress=SimpleNamespace(updates=0)))
+    display.stepped(SimpleNamespace(updates=4), 0.5, 0.1)
+    # a step took 1 second: 6 more here, 10 with the next seed, and 2 x 10 steps of three times the cost
+    left = 6 + 10 + 2 * 10 * 3
+    assert f"run 1 of 4 (cheap, seed 0), loss 0.500, left 01:{left - 60:02} for the study; step 4 of 10" in (
+        capsys.readouterr().out
+    )
+    display.close()
