@@ -3,13 +3,16 @@
 Drawn after Linsley et al., Learning long-range spatial dependencies with horizontal gated recurrent units (2018, arXiv
 1805.08315), in the form that the Long Range Arena made of it (arXiv 2011.04006): 32x32 grey pixels, read one by one.
 
-An image is a function of the seed, its side and its number. Its side is 32 units, whatever the number of pixels; every
-draw is uniform.
+An image is a function of the seed, its side and its number, through NumPy's RandomState and the seed that
+`randomness.fold` makes of the three. Its side is 32 units, whatever the number of pixels; every draw is uniform, and
+positions are rounded to 1/64 of a unit.
 
 1. A curve is a row of dashes, each a straight line of 2.5 units; between the end of one and the beginning of the next
    lie 1.5 units in the new direction, which differs from the last one by up to 40 degrees to either side. The first
    dash begins anywhere and points anywhere. A curve is drawn again while it leaves the image, less a margin of 2.5
-   units, or comes nearer than 3.5 units to an earlier curve, gaps counted as part of both.
+   units, or comes nearer than 3.5 units to an earlier curve, gaps counted as part of both, at points at most half a
+   unit apart. A curve's draws are x and y of its beginning, a turn for each dash, and then its first direction, which
+   takes the place of the first turn.
 2. The first two curves have six dashes each. Of the four pairs of an end of the first and an end of the second, the one
    whose distance is nearest to that between the two ends of the first is remembered; if it differs by more than half a
    unit, both curves are drawn again. Three distractors of two dashes each follow. After 100

@@ -1,9 +1,10 @@
 """The folder of a study: its record, which a later start is checked against, and its tables."""
 
+import contextlib
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,22 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if not changes and list(old) != list(new):
         changes.append(f"order of the arms: {', '.join(name for name in new if name.startswith('arm '))}")
     return changes
+
+
+@contextlib.contextmanager
+def working_on(folder: Path) -> Iterator[None]:
+    """Refuse a second process in the same study; the system lets go of the record when the first one ends."""
+    with open(folder / RECORD) as record:
+        try:
+            # not on Windows
+            import fcntl
+
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is working on the study in {folder}") from None
+        except (ImportError, OSError):
+            pass
+        yield
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from .study_folder import (
     describe_study,
     read_runs,
     summarise,
+    working_on,
     write_record,
     write_runs,
     write_summary_table,
@@ -82,6 +83,19 @@ def run_study(
     plan, about = _open(plan, output, about, observer)
     if plan is None:
         return StudyOutcome(False, output, [])
+    with working_on(output):
+        return _run_all(plan, output, command, about, observer, details)
+
+
+def _run_all(
+    plan: Plan,
+    output: Path,
+    command: str,
+    about: dict[str, str],
+    observer: StudyObserver,
+    details: Callable[[TrainConfig], dict[str, str]],
+) -> StudyOutcome:
+    """Every run that has no result yet."""
     results = read_runs(output / RUNS)
     done = {(result.arm, result.seed) for result in results}
     observer.opened(plan, results)
@@ -95,8 +109,9 @@ def run_study(
         results.append(result)
         _write_outcome(plan, output, results, about)
         observer.run_ended(number, result)
-    # once more: a kill may have come between two files
-    _write_outcome(plan, output, results, about)
+    if len(done) == len(plan.runs):
+        # nothing was left to run: a kill may have come between the last run's row and the other files
+        _write_outcome(plan, output, results, about)
     return StudyOutcome(True, output, _summaries(plan, results))
 
 

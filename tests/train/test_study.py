@@ -233,7 +233,13 @@ def test_a_run_that_diverges_is_a_result(tmp_path, no_reports):
     assert [(arm.runs, arm.diverged) for arm in outcome.summaries] == [(1, 0), (0, 1), (0, 1)]
     page = (tmp_path / "study" / "report.html").read_text()
     assert "wild: no run has finished. 1 of 1 runs diverged" in page and "the command" in page
-    # and it is not tried again
+    # a second process is refused while the first works
+    fcntl = pytest.importorskip("fcntl")
+    with open(tmp_path / "study" / "study.yaml") as record:
+        fcntl.flock(record, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process is working on the study"):
+            run_study(plan, tmp_path / "study", "")
+    # what diverged is not tried again
     again = Events()
     assert run_study(plan, tmp_path / "study", "", again).finished and again.seen == []
 
