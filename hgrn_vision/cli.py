@@ -19,7 +19,7 @@ COMMANDS = {
     "evaluate": "accuracy of a model on labelled images, class by class",
     "bench": "speed and memory compared with other timm models",
     "explain": "forget gates, token mixing and evidence, drawn for a model and images",
-    "export": "a file that runs without this package: ONNX, pt2 or TorchScript",
+    "export": "a file that runs without this package: ONNX, pt2 or TorchScript; or a web page",
     "publish": "a folder in the form of a Hub repository, to share a trained model",
     "models": "the models of this package, their size and cost",
     "digits": "write the packaged digits as PNG files, to try the other commands on",

@@ -1,4 +1,4 @@
-"""`hgrn-vision export`: one file that holds a model in plain operators, for use without this package."""
+"""`hgrn-vision export`: a model in plain operators, for use without this package: one file, or a web page."""
 
 import argparse
 import importlib.util
