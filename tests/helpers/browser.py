@@ -43,7 +43,7 @@ os.dup2(read, 3)
 os.dup2(write, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-PATIENCE = 240  # seconds; the machine may be busy
+PATIENCE = 600  # seconds; the machine may be busy
 
 
 def find_chromium():
