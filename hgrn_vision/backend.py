@@ -55,6 +55,18 @@ class GluKernels(Protocol):
         """dx and dbias (empty without a bias)."""
 
 
+class ConvKernels(Protocol):
+    """The depthwise convolution of tokens x (B, T, D) in rows of `width` with weight (D, 1, side, side)."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, width: int) -> Tensor:
+        """(B, T, D) in the dtype of x."""
+
+    @staticmethod
+    def backward(dout: Tensor, x: Tensor, weight: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """dx and dweight."""
+
+
 class BlockKernels(Protocol):
     """A residual block with an output gate and without dropout, in inference."""
 
@@ -71,11 +83,18 @@ class BlockKernels(Protocol):
         """Whether the weights have the dtype and the shapes that tokens x need."""
 
     @staticmethod
-    def forward(x: Tensor, weights: Mapping[str, Tensor], eps: tuple[float, float, float], width: int = 0) -> Tensor:
-        """The block's output, from the epsilons of norm1, of the mixer's norm and of norm2; width as for the scan."""
+    def forward(
+        x: Tensor,
+        weights: Mapping[str, Tensor],
+        eps: tuple[float, float, float],
+        grid: tuple[int, int] | None = None,
+        rows_and_columns: bool = False,
+        conv: Tensor | None = None,
+    ) -> Tensor:
+        """The block's output, from the epsilons of norm1, of the mixer's norm and of norm2."""
 
 
-OPERATIONS = {"scan": ScanKernels, "glu": GluKernels, "block": BlockKernels}
+OPERATIONS = {"scan": ScanKernels, "glu": GluKernels, "conv": ConvKernels, "block": BlockKernels}
 
 
 @dataclass(frozen=True)
@@ -92,7 +111,7 @@ TABLE = {
     "cpu": Backend(
         ("cpu",),
         (torch.bfloat16, torch.float32, torch.float64),
-        {"scan": "cpu_scan", "glu": "cpu_glu", "block": "cpu_block"},
+        {"scan": "cpu_scan", "glu": "cpu_glu", "conv": "cpu_conv", "block": "cpu_block"},
     ),
     # plain operations take any device and dtype
     "torch": Backend((), (), {}),

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.modules import module
 
 from .backend import backend_for, has_kernels, kernels, needs_dispatcher
-from .layers import DeferredBiasLinear, Glu, Hgru, ResidualLinear
+from .layers import DeferredBiasLinear, Glu, Hgru, LocalConv, ResidualLinear
 
 
 # symbolic tracing takes a block as one step, so that a traced model computes exactly what the model does
@@ -61,16 +61,19 @@ class Block(nn.Module):
             return None
         if needs_dispatcher(*weights.values()) or not kernel.fits(x, weights):
             return None
-        scanned = self.mixer.scanned_grid(x, grid)
-        width = 0 if scanned is None else scanned[1]
-        return kernel.forward(x, weights, (self.norm1.eps, self.mixer.norm.eps, self.norm2.eps), width)
+        rows_and_columns = self.mixer.scanned_grid(x, grid) is not None
+        conv = None if self.mixer.local_conv is None else self.mixer.local_conv.weight
+        if conv is not None and (conv.dtype != x.dtype or conv.device != x.device or needs_dispatcher(conv)):
+            return None
+        eps = self.norm1.eps, self.mixer.norm.eps, self.norm2.eps
+        return kernel.forward(x, weights, eps, grid, rows_and_columns, conv)
 
     def is_plain(self) -> bool:
         """Whether every layer is as it was built, without hooks and without a replaced forward."""
         mixer, mlp = self.mixer, self.mlp
-        if type(mixer) is not Hgru or type(mlp) is not Glu or not mixer.output_gate or mixer.gate_after_norm:
+        if mixer.local_conv is not None and type(mixer.local_conv) is not LocalConv:
             return False
-        if mixer.local_conv is not None:
+        if type(mixer) is not Hgru or type(mlp) is not Glu or not mixer.output_gate or mixer.gate_after_norm:
             return False
         norms = self.norm1, mixer.norm, self.norm2
         linears = mixer.in_proj, mixer.out_proj, mlp.fc1, mlp.fc2
@@ -78,7 +81,9 @@ class Block(nn.Module):
             return False
         if [type(linear) for linear in linears] != [DeferredBiasLinear, ResidualLinear] * 2:
             return False
-        layers = mixer, mlp, *norms, *linears, mlp.act, mixer.proj_drop, mlp.proj_drop
+        layers = [mixer, mlp, *norms, *linears, mlp.act, mixer.proj_drop, mlp.proj_drop]
+        if mixer.local_conv is not None:
+            layers.append(mixer.local_conv)
         global_hooks = module._global_forward_hooks or module._global_forward_pre_hooks
         # a wrapper may have replaced the forward of an instance
         return not global_hooks and not any(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from timm.layers import PatchEmbed, is_exportable, is_scriptable, register_notrace_function
 from torch import nn
 
+from .conv import local_conv
 from .glu import glu
 from .kernels.torch_scan import scan_tokens, turned_angles
 from .recompute import recomputed
@@ -120,11 +121,9 @@ class LocalConv(nn.Conv2d):
     def reset_parameters(self) -> None:
         nn.init.dirac_(self.weight, groups=self.groups)
 
-    def forward(self, x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, grid: tuple[int, int], backend: str | None = None) -> torch.Tensor:
         """Tokens (B, H W, D) to tokens."""
-        # channels stay last in memory
-        x = x.unflatten(1, [grid[0], grid[1]]).permute(0, 3, 1, 2)
-        return self._conv_forward(x, self.weight, self.bias).permute(0, 2, 3, 1).flatten(1, 2)
+        return local_conv(x, self.weight, grid, backend)
 
 
 class Recurrence(NamedTuple):
@@ -243,7 +242,7 @@ class Hgru(nn.Module):
         """The local convolution, where there is one."""
         if self.local_conv is None or grid is None:
             return x
-        return self.local_conv(x, grid)
+        return self.local_conv(x, grid, self.backend)
 
     def project(self, h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Norm and output projection of the gated states (B, T, 2D)."""

@@ -1,9 +1,9 @@
 /* A whole HGRN block on CPUs without its intermediate tensors, for inference; cpu_block.py launches it.
  *
- *   x = x + out_proj(norm(scan(in_proj(norm1(x)))))
+ *   x = x + out_proj(norm(scan(in_proj(conv(norm1(x))))))
  *   x = x + fc2(glu(fc1(norm2(x))))
  *
- * Everything but the scan works on one token at a time: a thread takes a slice of tokens from norm1 to the scan's first
+ * Everything but the scan, and the convolution where there is one, works on one token at a time: a thread takes a slice of tokens from norm1 to the scan's first
  * step, and again from its last step to the end, so that intermediate results stay in its core's cache. A slice is
  * whole chunks of one image, which are its rows where rows and columns are scanned, or several small images. The matmuls are those of the BLAS library that torch uses; if it
  * is MKL, weights are packed for it once and not for each slice. */
@@ -11,6 +11,7 @@
 
 #include <math.h>
 
+#include "cpu_conv.h"
 #include "cpu_glu.h"
 
 /* the Fortran interfaces of ?gemm, ?gemm_pack and ?gemm_compute; libraries whose integers have 32 bits read the lower
@@ -57,25 +58,29 @@ typedef struct {
     int64_t per_slice; /* chunks */
     int64_t group;     /* images that are processed together; if more than one, all tokens are one slice */
     int grid;          /* whether rows and columns are scanned */
+    const real *conv;  /* weight of the convolution, null if there is none */
+    window window;
     shape s;
 } block;
 
-/* what images need from their first step to their last, one image after the other: z (T, 5, D),
- * tokens (D / BD, T), decays (chunks, D), states (chunks, 2K, D) */
+/* what images need from their first step to their last, one image after the other: z (T, 5, D), tokens (D / BD, T),
+ * normed (T, D) if there is a convolution, and, unless they are grids, decays (chunks, D), states (chunks, 2K, D) */
 typedef struct {
     real *z;
     token *tokens;
-    real *decays, *states;
+    real *normed, *decays, *states;
 } image_buffers;
 
-static image_buffers image_buffers_at(real *buffers, int64_t group, shape s) {
-    real *tokens = buffers + group * s.T * 5 * s.D, *decays = tokens + group * s.T * 3 * s.D;
-    return (image_buffers){buffers, (token *)tokens, decays, decays + group * s.chunks * s.D};
+static image_buffers image_buffers_at(const block *f, real *buffers) {
+    const shape s = f->s;
+    real *tokens = buffers + f->group * s.T * 5 * s.D, *normed = tokens + f->group * s.T * 3 * s.D;
+    real *decays = normed + (f->conv ? f->group * s.T * s.D : 0);
+    return (image_buffers){buffers, (token *)tokens, normed, decays, decays + f->group * s.chunks * s.D};
 }
 
 static image_buffers buffers_of_image(image_buffers r, int64_t g, shape s) {
-    return (image_buffers){r.z + g * s.T * 5 * s.D, r.tokens + g * s.D / BD * s.T, r.decays + g * s.chunks * s.D,
-                        r.states + g * s.chunks * 2 * s.K * s.D};
+    return (image_buffers){r.z + g * s.T * 5 * s.D, r.tokens + g * s.D / BD * s.T, r.normed + g * s.T * s.D,
+                           r.decays + g * s.chunks * s.D, r.states + g * s.chunks * 2 * s.K * s.D};
 }
 
 static void pack(const block *f, const linear *by, int64_t n) {
@@ -132,10 +137,22 @@ static slice slice_of(const block *f, int64_t b, int64_t k) {
 /* where the states of a grid's tokens are summed: in z, whose inputs have been read by then */
 static state_sums sums_in(real *z, int64_t D) { return (state_sums){z + C_RE * D, z + C_IM * D, 5 * D}; }
 
+/* what the convolution needs of its neighbours before any slice is entered */
+static void norm_slice(const block *f, int64_t b, int64_t k, image_buffers buffers) {
+    const slice at = slice_of(f, b, k);
+    const int64_t D = f->s.D;
+    normalize(buffers.normed + at.start * D, f->x + at.at * D, f->w->norm1_weight, f->w->norm1_bias, f->eps1, at.n, D);
+}
+
 static void enter_slice(const block *f, int64_t b, int64_t k, image_buffers buffers, real *normed) {
     const shape s = f->s;
     const slice at = slice_of(f, b, k);
-    normalize(normed, f->x + at.at * s.D, f->w->norm1_weight, f->w->norm1_bias, f->eps1, at.n, s.D);
+    const int64_t n = at.n / at.images;
+    if (f->conv)
+        for (int64_t g = 0; g < at.images; g++)
+            convolve(normed + g * n * s.D, buffers_of_image(buffers, g, s).normed, f->conv, at.start, n, f->window);
+    else
+        normalize(normed, f->x + at.at * s.D, f->w->norm1_weight, f->w->norm1_bias, f->eps1, at.n, s.D);
     multiply(f, buffers.z + at.start * 5 * s.D, normed, IN, at.n, 0);
     for (int64_t g = 0; g < at.images; g++) {
         const image_buffers r = buffers_of_image(buffers, g, s);
@@ -190,13 +207,53 @@ static void carry_image(const block *f, int64_t i, int64_t j, image_buffers r) {
         carry_states(r.states + j * BD, r.decays + j * BD, f->c + j, f->s);
 }
 
-/* x and out (B, T, D). Workspace: c (D / BD), `packed` with `per_linear`, or 0, for each of the linear layers,
- * `rows` with `per_thread` for each thread, `images` with `group` times `per_image` for each thread, or, if group is 0,
- * with `per_image` for each image: threads then share the slices of each. Chunks are rows of the image if `grid`. */
-void block_forward(const real *x, const weights *w, const blas *library, channels *c, real *packed, real *rows,
-                   real *images, real *out, double eps1, double eps, double eps2, int64_t B, int64_t T, int64_t D,
-                   int64_t H, int64_t K, int64_t length, int64_t per_slice, int64_t group, int64_t per_linear,
-                   int64_t per_thread, int64_t per_image, int64_t grid, int64_t threads) {
+/* each thread takes whole images; to be called by all threads of a team, as is share_images */
+static void run_images(const block *f, real *images, real *normed, real *wide, int64_t slices) {
+    const shape s = f->s;
+    const image_buffers buffers = image_buffers_at(f, images);
+    #pragma omp for schedule(dynamic)
+    for (int64_t b = 0; b < f->B; b += f->group) {
+        for (int64_t k = 0; f->conv && k < slices; k++) norm_slice(f, b, k, buffers);
+        for (int64_t k = 0; k < slices; k++) enter_slice(f, b, k, buffers, normed);
+        for (int64_t g = 0; g < slice_of(f, b, 0).images; g++)
+            for (int64_t u = 0; u < s.D / BD * s.bands; u++)
+                carry_image(f, u % s.bands, u / s.bands, buffers_of_image(buffers, g, s));
+        for (int64_t k = 0; k < slices; k++) leave_slice(f, b, k, buffers, normed, wide);
+    }
+}
+
+/* threads share the slices of each image */
+static void share_images(const block *f, real *images, int64_t per_image, real *normed, real *wide, int64_t slices) {
+    const shape s = f->s;
+    const int64_t B = f->B, units = s.D / BD * s.bands;
+    #define BUFFERS(b) image_buffers_at(f, images + (b) * per_image)
+    if (f->conv) {
+        #pragma omp for schedule(static)
+        for (int64_t unit = 0; unit < B * slices; unit++)
+            norm_slice(f, unit / slices, unit % slices, BUFFERS(unit / slices));
+    }
+    /* not dynamic: a thread finds the same slices in its cache in the next loop */
+    #pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < B * slices; unit++)
+        enter_slice(f, unit / slices, unit % slices, BUFFERS(unit / slices), normed);
+    #pragma omp for
+    for (int64_t unit = 0; unit < B * units; unit++)
+        carry_image(f, unit % s.bands, unit % units / s.bands, BUFFERS(unit / units));
+    #pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < B * slices; unit++)
+        leave_slice(f, unit / slices, unit % slices, BUFFERS(unit / slices), normed, wide);
+    #undef BUFFERS
+}
+
+/* x and out (B, T, D), conv (side, side, D) or null. Workspace: c (D / BD), `packed` with `per_linear`, or 0, for each of
+ * the linear layers, `rows` with `per_thread` for each thread, `images` with `group` times `per_image` for each thread,
+ * or, if group is 0, with `per_image` for each image: threads then share the slices of each. Images have rows of `width`
+ * tokens, which are the chunks, and columns are scanned too, if `grid`. */
+void block_forward(const real *x, const weights *w, const real *conv, const blas *library, channels *c, real *packed,
+                   real *rows, real *images, real *out, double eps1, double eps, double eps2, int64_t B, int64_t T,
+                   int64_t D, int64_t H, int64_t K, int64_t length, int64_t per_slice, int64_t group,
+                   int64_t per_linear, int64_t per_thread, int64_t per_image, int64_t grid, int64_t width, int64_t side,
+                   int64_t threads) {
     const shape s = {T, D, 5, K, length, (T + length - 1) / length, grid ? bands_of(length) : 1};
     block f = {
         .w = w,
@@ -219,9 +276,11 @@ void block_forward(const real *x, const weights *w, const blas *library, channel
         .per_slice = per_slice,
         .group = group ? group : 1,
         .grid = (int)grid,
+        .conv = side ? conv : 0,
+        .window = {width ? T / width : 0, width, D, side},
         .s = s,
     };
-    const int64_t units = D / BD * s.bands, slices = (s.chunks + per_slice - 1) / per_slice;
+    const int64_t slices = (s.chunks + per_slice - 1) / per_slice;
     #pragma omp parallel num_threads(threads)
     {
         make_channels(c, w->lower_bound, w->mixer_theta, w->mixer_in_proj_bias, s);
@@ -229,32 +288,9 @@ void block_forward(const real *x, const weights *w, const blas *library, channel
         for (int i = 0; i < (per_linear ? LINEARS : 0); i++) pack(&f, &f.linears[i], per_slice * length * f.group);
         real *normed = rows + thread_number() * per_thread;
         real *wide = normed + per_slice * length * f.group * (2 * D > H ? 2 * D : H);
-        if (group) {
-            const image_buffers buffers = image_buffers_at(images + thread_number() * group * per_image, group, s);
-            #pragma omp for schedule(dynamic)
-            for (int64_t b = 0; b < B; b += group) {
-                for (int64_t k = 0; k < slices; k++) enter_slice(&f, b, k, buffers, normed);
-                for (int64_t g = 0; g < slice_of(&f, b, 0).images; g++)
-                    for (int64_t u = 0; u < units; u++)
-                        carry_image(&f, u % s.bands, u / s.bands, buffers_of_image(buffers, g, s));
-                for (int64_t k = 0; k < slices; k++) leave_slice(&f, b, k, buffers, normed, wide);
-            }
-        } else {
-            /* not dynamic: a thread finds the same slices in its cache in the next loop */
-            #pragma omp for schedule(static)
-            for (int64_t unit = 0; unit < B * slices; unit++) {
-                const int64_t b = unit / slices;
-                enter_slice(&f, b, unit % slices, image_buffers_at(images + b * per_image, 1, s), normed);
-            }
-            #pragma omp for
-            for (int64_t unit = 0; unit < B * units; unit++)
-                carry_image(&f, unit % s.bands, unit % units / s.bands,
-                            image_buffers_at(images + unit / units * per_image, 1, s));
-            #pragma omp for schedule(static)
-            for (int64_t unit = 0; unit < B * slices; unit++) {
-                const int64_t b = unit / slices;
-                leave_slice(&f, b, unit % slices, image_buffers_at(images + b * per_image, 1, s), normed, wide);
-            }
-        }
+        if (group)
+            run_images(&f, images + thread_number() * group * per_image, normed, wide, slices);
+        else
+            share_images(&f, images, per_image, normed, wide, slices);
     }
 }

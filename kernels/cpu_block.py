@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from .cpu_conv import by_tap
 from .cpu_library import BD, BLOCK_WEIGHTS, block_weight_shapes, call
 from .cpu_scan import channels_buffer, chunk_length
 
@@ -44,14 +45,22 @@ def fits(x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> bool:
 
 
 def forward(
-    x: torch.Tensor, weights: Mapping[str, torch.Tensor], eps: tuple[float, float, float], width: int = 0
+    x: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    eps: tuple[float, float, float],
+    grid: tuple[int, int] | None = None,
+    rows_and_columns: bool = False,
+    conv: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The block's output for tokens x (B, T, D), from the epsilons of norm1, of the mixer's norm and of norm2.
 
-    The mixer scans all tokens as one sequence, or the rows of `width` tokens and the columns of their grid.
+    The mixer scans all tokens as one sequence, or the rows and the columns of their grid; `conv` (D, 1, side, side) is
+    the weight of its local convolution.
     """
     x, weights = x.contiguous(), {path: weight.contiguous() for path, weight in weights.items()}
-    shares = [_Share(x, weights, width, *share) for share in _shares(*x.shape[:2], torch.get_num_threads())]
+    taps = None if conv is None else by_tap(conv, x.dtype)
+    layout = 0 if grid is None else grid[1], rows_and_columns, taps
+    shares = [_Share(x, weights, *layout, *share) for share in _shares(*x.shape[:2], torch.get_num_threads())]
     workspace = _workspace(max(sum(share.buffers) for share in shares), x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype)
     start = 0
@@ -98,10 +107,18 @@ class _Share:
     """Images of a batch that go to one call of the kernel."""
 
     def __init__(
-        self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], width: int, images: int, group: int, slices: int
+        self,
+        x: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
+        width: int,
+        rows_and_columns: bool,
+        taps: torch.Tensor | None,
+        images: int,
+        group: int,
+        slices: int,
     ):
         T, (D, H, K) = x.shape[1], _sizes(x, weights)
-        length = width or chunk_length(T)
+        length = width if rows_and_columns else chunk_length(T)
         # all threads even for few tokens: in a team of one, the matmuls would start threads of their own
         threads, chunks = torch.get_num_threads(), -(-T // length)
         per_slice = -(-chunks // min(slices, chunks))
@@ -111,11 +128,11 @@ class _Share:
         per_linear = _packed_size(x.dtype, D, H, rows) if packs else 0
         per_thread = rows * (max(2 * D, H) + 2 * max(D, H))
         # a grid has no states to carry from chunk to chunk
-        per_image = 8 * T * D + (0 if width else chunks * (1 + 2 * K) * D)
-        self.images = images
+        per_image = (8 if taps is None else 9) * T * D + (0 if rows_and_columns else chunks * (1 + 2 * K) * D)
+        self.images, self.taps = images, taps
         self.buffers = 4 * per_linear, threads * per_thread, (threads * group or images) * per_image
         sizes = images, T, D, H, K, length, per_slice, group, per_linear, per_thread, per_image
-        self.sizes = *sizes, int(width > 0), threads
+        self.sizes = *sizes, int(rows_and_columns), width, 0 if taps is None else taps.shape[0], threads
 
     def run(
         self,
@@ -127,7 +144,8 @@ class _Share:
     ) -> None:
         pointers = (ctypes.c_void_p * len(weights))(*[weights[path].data_ptr() for path in BLOCK_WEIGHTS])
         buffers = workspace[: sum(self.buffers)].split(self.buffers)
-        tensors = x, pointers, _blas(x.dtype), channels_buffer(weights["lower_bound"]), *buffers, out
+        taps = x if self.taps is None else self.taps  # not read then
+        tensors = x, pointers, taps, _blas(x.dtype), channels_buffer(weights["lower_bound"]), *buffers, out
         call("block_forward", x, *tensors, *eps, *self.sizes)
 
 

@@ -18,7 +18,7 @@ BD = 32
 CHUNK = 32
 # columns of a grid that are scanned together
 BAND = 8
-# rows per work unit of the GLU
+# rows per work unit of the GLU and of the convolution
 ROWS = 16
 
 DTYPES = {torch.float32: "HGRN_F32", torch.float64: "HGRN_F64", torch.bfloat16: "HGRN_BF16"}
@@ -29,8 +29,9 @@ ARGUMENTS = {
     "cpu_scan_backward.c": {"scan_backward": (12, 0, 7)},
     "cpu_grid_forward.c": {"grid_forward": (8, 0, 7)},
     "cpu_grid_backward.c": {"grid_backward": (11, 0, 8)},
+    "cpu_conv.c": {"conv_forward": (3, 0, 6), "conv_backward_weight": (4, 0, 6)},
     "cpu_glu.c": {"glu_forward": (3, 0, 3), "glu_backward": (6, 0, 3)},
-    "cpu_block.c": {"block_forward": (8, 3, 13)},
+    "cpu_block.c": {"block_forward": (9, 3, 15)},
 }
 
 

@@ -61,20 +61,20 @@ def project_imports(path):
     return found
 
 
-MODEL = ("backend", "block", "glu", "hgrn", "layers", "packaged", "pyramid", "recompute", "scan", "weights")
+MODEL = ("backend", "block", "conv", "glu", "hgrn", "layers", "packaged", "pyramid", "recompute", "scan", "weights")
 # folder or file, the Python files of the folder, what of the project they may import; further down means further right
 TABLE = [
     (
         "kernels",
         "reference torch_scan triton_scan triton_chunks triton_sequence triton_group triton_math aot "
-        "cpu_library cpu_build cpu_scan cpu_glu cpu_block",
+        "cpu_library cpu_build cpu_scan cpu_glu cpu_conv cpu_block",
         ("kernels",),
     ),
     ("hgrn_vision", "version files randomness recompute weights", ()),
     ("hgrn_vision", "packaged", ("files",)),
     ("hgrn_vision", "backend", ("kernels",)),
-    ("hgrn_vision", "scan glu", ("kernels", "backend")),
-    ("hgrn_vision", "layers", ("scan", "backend", "glu", "recompute", "kernels/torch_scan")),
+    ("hgrn_vision", "scan glu conv", ("kernels", "backend")),
+    ("hgrn_vision", "layers", ("scan", "backend", "conv", "glu", "recompute", "kernels/torch_scan")),
     ("hgrn_vision", "block", ("layers", "backend")),
     ("hgrn_vision", "hgrn", ("block", "layers", "packaged", "weights")),
     ("hgrn_vision", "pyramid", ("hgrn", "weights")),

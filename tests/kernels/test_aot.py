@@ -14,8 +14,8 @@ KEPT = pytest.importorskip("hgrn_vision.kernels.triton_scan", reason="triton is 
 pytest.importorskip("triton.knobs", reason="needs triton 3.4 or newer")
 ROOT = Path(__file__).resolve().parents[2]
 # with and without gate and in one and two directions: aggregate and apply of both steps, and both steps in one pass;
-# carry and its adjoint in one and two directions
-KERNELS = 2 * 2 * (4 + 2) + 2 * 2
+# carry and its adjoint in one and two directions; with and without gate, both steps of a grid's rows and columns
+KERNELS = 2 * 2 * (4 + 2) + 2 * 2 + 2 * 4
 AOT = [sys.executable, "-m", "hgrn_vision.kernels.aot"]
 
 
@@ -82,22 +82,39 @@ def check_traffic(report):
         again, kept = 1 - KEPT["backward"] / 256, 4 * 4 / KEPT["backward"]
         assert sequence["memory"] == 7 * 2 + 5 * 2 + kept * again + 8 * 4 / 256
         assert sequence["cache"] == 7 * 2 * (again + 1 / 2) + kept + (5 + 1 + 8) * 4 / 256
-    assert len(report["scan"]) == 2 * 2 * 2 * 2
+        check_grid_traffic(by_name, target)
+    assert len(report["scan"]) == 2 * 2 * 2 * 2 + 2 * 2
     for row in report["scan"]:
         assert row["least"] < row["memory"] + 1e-9 and row["cache"] > 0, row
-        assert row["memory"] < (1.3 if row["path"] == "one pass" else 2.1) * row["least"], row
+        assert row["memory"] < (2.1 if row["path"] == "chunks" else 1.3) * row["least"], row
+        assert row["once"] == row["least"] or row["path"] == "grid"
+
+
+def check_grid_traffic(by_name, target):
+    """The input is read from memory once for rows and once for columns, its gate only for columns."""
+    sides, kept = 1 - KEPT["forward"] / 16, 2 * 4 / KEPT["forward"]
+    rows, columns = (by_name[f"forward_{lines}", target] for lines in ("rows", "columns"))
+    assert rows["memory"] == 3 * 2 + 2 * 4 + kept * sides
+    assert columns["memory"] == 5 * 2 + 2 * 4 + 2 * 2 + kept * sides
+    sides, kept = 1 - KEPT["backward"] / 16, 4 * 4 / KEPT["backward"]
+    rows, columns = (by_name[f"backward_{lines}", target] for lines in ("rows", "columns"))
+    assert rows["memory"] == 7 * 2 + 5 * 4 + kept * sides + 8 * 4 / 16
+    assert columns["memory"] == 7 * 2 + 5 * 4 + 5 * 2 + kept * sides + 8 * 4 / 16
 
 
 def check_model(report):
     rows = {(row["gpu"], row["size"], row["path"], row["step"]): row for row in report["model"]}
-    assert len(rows) == 16
+    assert len(rows) == 24
     # 14 bytes for each of 128 x 256 x 192 at 2.04 TB/s
     assert rows["A100", "tiny", "chunks", "forward"]["least"] == pytest.approx(43.2, abs=0.1)
     # 128 batch rows are 384 programs in the tiny model and 768 in the small one
     assert rows["A100", "tiny", "chunks", "forward"]["taken"] and rows["A100", "small", "one pass", "forward"]["taken"]
     for (gpu, size, path, step), row in rows.items():
         assert 0 < row["least"] < row["scan"] < row["uncached"] and row["matmuls"] > 0
-        assert row["taken"] != rows[gpu, size, "chunks" if path == "one pass" else "one pass", step]["taken"]
+        if path == "grid":
+            assert row["taken"]
+        else:
+            assert row["taken"] != rows[gpu, size, "chunks" if path == "one pass" else "one pass", step]["taken"]
         if path == "one pass":
             assert row["scan"] < 0.7 * rows[gpu, size, "chunks", step]["scan"]
 

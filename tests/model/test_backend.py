@@ -47,7 +47,7 @@ def test_a_backends_modules_keep_to_the_contract(name, operation):
 
 def test_operations_are_looked_up_by_name():
     offers = {name: [op for op in backend.OPERATIONS if backend.has_kernels(name, op)] for name in backend.TABLE}
-    assert offers == {"triton": ["scan"], "cpu": ["scan", "glu", "block"], "torch": []}
+    assert offers == {"triton": ["scan"], "cpu": ["scan", "glu", "conv", "block"], "torch": []}
     assert backend.kernels("cpu", "glu") is cpu_glu and backend.kernels("cpu", "scan") is cpu_scan
     with pytest.raises(KeyError, match="glu"):
         backend.kernels("triton", "glu")

@@ -1,3 +1,4 @@
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -19,11 +20,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def make_block(D=64, H=100, bidirectional=True, scan="1d", **kwargs):
+def make_block(D=64, H=100, bidirectional=True, scan="1d", local_conv=0, **kwargs):
     torch.manual_seed(D + H)
     args = dict(proj_drop=0.0, drop_path=0.0, norm_layer=nn.LayerNorm, act_layer=nn.SiLU, device=None, dtype=None)
     args |= kwargs
-    mixer = Hgru(D, bidirectional, scan=scan, proj_drop=args["proj_drop"], norm_layer=args["norm_layer"])
+    shared = {name: args[name] for name in ("proj_drop", "norm_layer")}
+    mixer = Hgru(D, bidirectional, scan=scan, local_conv=local_conv, **shared)
     block = Block(mixer, H / D, **args).eval().requires_grad_(False)
     for parameter in block.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
@@ -31,7 +33,7 @@ def make_block(D=64, H=100, bidirectional=True, scan="1d", **kwargs):
 
 
 def expected(block, x, lower_bound, grid=None):
-    """The block from its definition, in float64."""
+    """The block from its definition, in float64; the convolution is torch's."""
     x, w = x.double(), {name: value.double() for name, value in block.state_dict().items()}
     D = x.shape[-1]
 
@@ -41,8 +43,13 @@ def expected(block, x, lower_bound, grid=None):
     def linear(y, name):
         return F.linear(y, w[f"{name}.weight"], w[f"{name}.bias"])
 
-    z = linear(norm(x, "norm1"), "mixer.in_proj")
-    h = reference.hgru_scan(z, lower_bound.double(), w["mixer.theta"], grid=grid)
+    y = norm(x, "norm1")
+    if block.mixer.local_conv is not None:
+        weight = w["mixer.local_conv.weight"]
+        image = y.unflatten(1, grid).permute(0, 3, 1, 2)
+        y = F.conv2d(image, weight, padding=weight.shape[-1] // 2, groups=D).flatten(2).mT
+    scanned = grid if block.mixer.scan == "2d" else None
+    h = reference.hgru_scan(linear(y, "mixer.in_proj"), lower_bound.double(), w["mixer.theta"], grid=scanned)
     assert h.shape[-1] == 2 * D
     x = x + linear(norm(h, "mixer.norm"), "mixer.out_proj")
     a, v = linear(norm(x, "norm2"), "mlp.fc1").chunk(2, dim=-1)
@@ -118,6 +125,19 @@ def test_rows_and_columns_match_the_definition(calls, threads, B, grid, D, H, bi
         assert len(calls) == 2
 
 
+@pytest.mark.parametrize("scan", ["1d", "2d"])
+@pytest.mark.parametrize("B, grid, side", [(1, (40, 41), 3), (23, (3, 5), 5), (5, (14, 14), 3), (2, (1, 600), 5)])
+def test_a_local_convolution_matches_the_definition(calls, threads, scan, B, grid, side):
+    block = make_block(scan=scan, local_conv=side)
+    x, lower_bound = torch.randn(B, grid[0] * grid[1], 64), torch.rand(64)
+    want = expected(block, x, lower_bound, grid)
+    for number in (1, 2, 3):
+        threads(number)
+        assert error(block(x, lower_bound, grid), want) <= 2e-6
+    assert len(calls) == 3
+    assert error(block.double()(x.double(), lower_bound.double(), grid), want) <= 1e-12
+
+
 def test_a_grid_that_does_not_fit_is_refused_before_the_kernel():
     block, x = make_block(scan="2d"), torch.randn(2, 12, 64)
     with pytest.raises(ValueError, match="a grid of 3 x 5 has 15 tokens, x has 12"):
@@ -146,9 +166,10 @@ def test_takes_any_strides(calls):
     assert error(block(x.permute(1, 2, 0), lower_bound), want) <= 2e-6 and calls
 
 
-@pytest.mark.parametrize("scan", ["1d", "2d"])
-def test_stays_within_its_buffers(monkeypatch, scan):
-    block, x, lower_bound, grid = make_block(scan=scan), torch.randn(2, 150, 64), torch.rand(64), (10, 15)
+@pytest.mark.parametrize("scan, side", [("1d", 0), ("2d", 0), ("2d", 3)])
+def test_stays_within_its_buffers(monkeypatch, scan, side):
+    block, grid = make_block(scan=scan, local_conv=side), (10, 15)
+    x, lower_bound = torch.randn(2, 150, 64), torch.rand(64)
     want, made, empty = block(x, lower_bound, grid), [], torch.empty
 
     def guarded_empty(*size, **kwargs):
@@ -209,17 +230,20 @@ WATCHES = {
     "norm without a bias": lambda block: setattr(block, "norm1", nn.LayerNorm(64, bias=False)),
     "another activation": lambda block: setattr(block.mlp, "act", nn.GELU()) or setattr(block.mlp, "fused", False),
     "half of it in float64": lambda block: block.mlp.fc2.double(),
+    "hook of the convolution": lambda block: block.mixer.local_conv.register_forward_hook(lambda *_: None),
+    "another convolution": lambda block: setattr(block.mixer, "local_conv", nn.Identity()),
+    "a convolution in float64": lambda block: block.mixer.local_conv.double(),
 }
 
 
 @pytest.mark.parametrize("change", WATCHES.values(), ids=WATCHES)
 def test_layers_run_one_by_one_when_it_would_be_noticed(calls, change):
-    block = make_block()
+    block = make_block(local_conv=3)
     change(block)
     try:
-        block(torch.randn(2, 9, 64), torch.rand(64))
-    except RuntimeError as failure:  # as from any layer whose weights have another dtype
-        assert "dtype" in str(failure)
+        block(torch.randn(2, 9, 64), torch.rand(64), (3, 3))
+    except (RuntimeError, TypeError) as failure:  # as from any layer whose weights have another dtype, or arguments
+        assert re.search("dtype|type.*should be the same|positional", str(failure))
     assert not calls
 
 
