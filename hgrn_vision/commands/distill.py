@@ -26,7 +26,7 @@ SHOWN = {
     "teacher_size": "side of the teacher's images [its own]",
     "distill": "logits, features (maps of both), or both [logits]",
     "distill_temperature": "softmax temperature of the logits [1]",
-    "classes": "file of the teacher's class names, one per line, where it has none",
+    "classes": "file of class names, for teachers that have none",
     "holdout": "share of the photographs to measure agreement on [0.01]",
     "pack": "side of the decoded photographs that are kept; 0 reads the files",
     "cache": "folder for them [photo-cache beside the run]",
