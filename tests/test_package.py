@@ -94,7 +94,7 @@ TABLE = [
     (
         "hgrn_vision/train",
         "__init__ config recipes finetune_recipe build engine evaluation checkpoint run run_folder environment "
-        "distributed faults memory observer trackers summary teachers distillation photo_splits "
+        "distributed faults memory observer trackers summary teachers answers distillation photo_splits "
         "cost statistics step_time study study_folder study_plan study_report study_runs",
         ("train", "report", "data", "hgrn", "weights", "files", "randomness", "version"),
     ),

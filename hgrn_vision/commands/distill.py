@@ -30,6 +30,7 @@ SHOWN = {
     "holdout": "share of the photographs to measure agreement on [0.01]",
     "pack": "side of the decoded photographs that are kept; 0 reads the files",
     "cache": "folder for them [photo-cache beside the run]",
+    "views": "fixed views of each photograph; the teacher is asked about each only once [0: new ones]",
     "epochs": "passes over the photographs [30]",
     "epoch_steps": "end each epoch after this many steps",
     "batch_size": "images per step [128]",

@@ -17,12 +17,16 @@ class BadRecord(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Micro-batch `number` of an optimizer step: images (B, C, H, W) uint8, targets (B,) int64."""
+    """Micro-batch `number` of an optimizer step: images (B, C, H, W) uint8, targets (B,) int64.
+
+    Where each image has a fixed number of views, `views` (B,) says which of all views these are.
+    """
 
     number: int
     images: torch.Tensor
     targets: torch.Tensor
     bad: list[BadRecord]
+    views: torch.Tensor | None = None
 
 
 class EvalBatch(NamedTuple):

@@ -78,10 +78,11 @@ class MicroBatches(Dataset):
 
     def __init__(self, train: Split, config: DataSettings, spec: DataSpec):
         self.train, self.seed, self.transform = train, config.seed, train_transform(config, spec)
+        self.views = config.views
 
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch | ValueError:
         bad: list[BadRecord] = []
-        images, targets = [], []
+        images, targets, views = [], [], []
         with own_generators():
             for position, index in zip(key.positions.tolist(), key.indices.tolist(), strict=True):
                 seed_generators(fold(self.seed, key.rollbacks, key.epoch, position))
@@ -89,9 +90,14 @@ class MicroBatches(Dataset):
                     image, index = self._load(index, bad)
                 except ValueError as error:
                     return error
+                if self.views:
+                    views.append(int(self.train.rows[index]) * self.views + random.randrange(self.views))
+                    # a view is the same in every epoch of every run
+                    seed_generators(fold(views[-1]))
                 images.append(self.transform(image))
                 targets.append(int(self.train.labels[index]))
-        return MicroBatch(key.number, torch.stack(images), torch.tensor(targets), bad)
+        seen = torch.tensor(views) if self.views else None
+        return MicroBatch(key.number, torch.stack(images), torch.tensor(targets), bad, seen)
 
     def _load(self, index: int, bad: list[BadRecord]):
         """The image; if it is unreadable, another one drawn with the sample's own seed."""

@@ -83,6 +83,7 @@ class DataSettings(Protocol):
     workers: int
     device: str
 
+    views: int
     scale: tuple[float, float]
     ratio: tuple[float, float]
     hflip: float

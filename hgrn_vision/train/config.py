@@ -48,6 +48,7 @@ class TrainConfig:
     val: str = machine("", "folder of labelled images to validate on, sub-folders named after the teacher's classes")
     pack: int = recipe(0, "shorter side of the photographs in their packed, decoded form; 0 reads the files themselves")
     cache: str = machine("", "folder for packed photographs")
+    views: int = recipe(0, "fixed views of each photograph, whose answers are kept; 0 asks the teacher every time")
 
     model: str = recipe("hgrn_deit_tiny", "any timm model name")
     model_args: dict[str, Any] = recipe({}, "constructor arguments, such as patch_size=8 embed_dim=96")
@@ -160,8 +161,14 @@ def _check(config: TrainConfig) -> None:
         "patience",
         "save_steps",
         "save_minutes",
+        "views",
     ):
         need(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}")
+    if config.views:
+        need(config.pack > 0 and bool(config.photos), "views are of packed photographs: distill with --pack SIDE")
+        changed = any((config.mixup, config.cutmix, config.reprob))
+        need(not changed, "mixup, cutmix and reprob change images each time: answers to views cannot be kept")
+        need(config.distill == "logits", f"of views only logits are kept, not {config.distill}")
     begin = len(sides_by_epoch(config))
     need(begin < config.epochs or not begin, f"first_sizes takes {begin} epochs and leaves none of the {config.epochs}")
     known = config.freeze in ("", "body") or config.freeze.isdecimal()

@@ -14,12 +14,13 @@ from ..data.batches import MicroBatch
 from ..data.spec import DataSpec
 from ..data.transforms import BatchTransform, resize
 from ..randomness import fold, seed_all
+from .answers import KeptAnswers
 from .build import autocast, build_optimizer, build_scheduler, build_task, precision
 from .checkpoint import Checkpoint
 from .config import TrainConfig, sides_by_epoch
 from .distributed import World
 from .faults import memory_advice
-from .teachers import Teacher
+from .teachers import Answer, Teacher
 
 # options of an optimizer that the settings decide, not the checkpoint
 FROM_SETTINGS = ("lr", "initial_lr", "lr_scale", "weight_decay", "betas", "eps", "momentum")
@@ -77,8 +78,9 @@ class Engine:
         spec: DataSpec,
         steps: int,
         teacher: Teacher | None = None,
+        answers: KeptAnswers | None = None,
     ) -> None:
-        self.config, self.world, self.spec, self.teacher = config, world, spec, teacher
+        self.config, self.world, self.spec, self.teacher, self.answers = config, world, spec, teacher, answers
         self.first_sides = sides_by_epoch(config)
         self.model = model.to(world.device)
         self.progress = Progress()
@@ -139,18 +141,24 @@ class Engine:
         # ranks exchange gradients once per step, with the last micro-batch
         with nullcontext() if last else self.task.no_sync():
             with autocast(self.config, device):
-                loss = self._loss(images, targets) / count
+                loss = self._loss(images, targets, batch.views) / count
             self.scaler.scale(loss).backward()
         return loss.detach()
 
-    def _loss(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _loss(self, images: torch.Tensor, targets: torch.Tensor, views: torch.Tensor | None) -> torch.Tensor:
         """The loss for images of any size: student and teacher each see them at their own."""
         epoch = self.progress.epoch
         height, width = self.spec.input_size[-2:]
         if epoch < len(self.first_sides):
             height = width = self.first_sides[epoch]
-        answer = (self.teacher(images, self.spec),) if self.teacher else ()
+        answer = (self._ask(images, views),) if self.teacher else ()
         return self.task(resize(images, (height, width)), targets, *answer)["loss"]
+
+    def _ask(self, images: torch.Tensor, views: torch.Tensor | None) -> Answer:
+        """What the teacher says of images, from memory where answers are kept."""
+        if self.answers is None:
+            return self.teacher(images, self.spec)
+        return Answer(self.answers.logits_of(self.teacher, images, self.spec, views), None)
 
     def _agree(self, loss: float, norm: torch.Tensor) -> StepResult:
         """The same verdict on every rank."""

@@ -15,6 +15,7 @@ from ..data.loaders import EvalLoader, TrainLoader, rank_micro_batches
 from ..data.spec import DataSpec
 from ..data.splits import open_splits, steps_per_epoch
 from ..files import write_text
+from .answers import KeptAnswers, answers_path
 from .build import build_model, build_teacher, data_spec, describe_model, load_body
 from .checkpoint import Checkpoint, Checkpoints
 from .config import TrainConfig, to_mapping, to_yaml
@@ -120,7 +121,10 @@ class Run:
             world.everywhere(lambda: load_body(model, weights, config.seed))
         self.spec = data_spec(config, model)
         describe_model(model, self.spec)
-        self.engine = world.everywhere(lambda: Engine(config, world, model, self.spec, self.steps, self.teacher))
+        answers = self._open_answers() if config.views else None
+        self.engine = world.everywhere(
+            lambda: Engine(config, world, model, self.spec, self.steps, self.teacher, answers)
+        )
         if checkpoint:
             world.everywhere(lambda: restore(self.engine, checkpoint, changes, self.steps, self.train_split.indexed))
             find_best(self.checkpoints, self.engine, world)
@@ -143,6 +147,13 @@ class Run:
         splits = world.on_main(lambda: open_photo_splits(config, self.teacher, self.observer.packing))
         self.train_split, self.photos, self.agreement = splits.train, splits.photos, splits.agreement
         self.validation = splits.labelled or splits.agreement
+
+    def _open_answers(self) -> KeptAnswers:
+        """The teacher's answers so far to the views of the photographs."""
+        packed = self.photos.source
+        path = answers_path(self.config, packed, self.teacher, self._pixels_to_read())
+        views = len(packed) * self.config.views
+        return self.world.everywhere(lambda: KeptAnswers(path, views, self.teacher.num_classes))
 
     def _pixels_to_read(self) -> DataSpec:
         """The student's pixels, at the larger of its own size and the teacher's."""

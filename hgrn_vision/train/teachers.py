@@ -1,5 +1,6 @@
 """Teachers for distillation: a timm model, a model folder, a run, or an ONNX file that onnxruntime runs."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class Teacher:
     class_names: list[str] | None
     num_classes: int
     map_channels: int | None = None  # of its last map, None where it has no maps
+    digest: str = ""  # changes with its weights
     device: torch.device = torch.device("cpu")
 
     @property
@@ -79,7 +81,16 @@ def open_teacher(
     if class_names and len(class_names) != count:
         raise ValueError(f"teacher {name} names {len(class_names)} classes and has {count} outputs")
     channels = answer.map.shape[1] if answer.map is not None else None
-    return Teacher(name, network, spec, class_names, count, channels, device)
+    return Teacher(name, network, spec, class_names, count, channels, _digest(name, network), device)
+
+
+def _digest(name: str, network: nn.Module) -> str:
+    digest = hashlib.sha256()
+    if isinstance(network, _OnnxNetwork):
+        digest.update(Path(name).read_bytes())
+    for tensor in network.state_dict().values():
+        digest.update(tensor.cpu().flatten().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _try(name: str, network: nn.Module, images: torch.Tensor) -> Answer:

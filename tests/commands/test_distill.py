@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -110,6 +111,38 @@ def test_killed_and_resumed_it_ends_in_the_same_weights(place, launch, finished,
     assert code == 0 and "continuing after step" in output
     assert_same_run(killed, whole)
     assert [row["agreement"] for row in log(killed)] == [row["agreement"] for row in log(whole)]
+
+
+def viewed(*more):
+    flags = ["--views", 2, "--mixup", 0, "--cutmix", 0, "--save-steps", 1, *more]
+    return ["photos", "more", "--teacher", "teacher.onnx", *TINY, *flags]
+
+
+def test_answers_to_views_are_kept_and_a_killed_run_ends_in_the_same_weights(place, launch, finished):
+    killed = place / "killed-views"
+    whole, _ = finished("whole-views", *viewed("--cache", place / "cache-1"))
+    arguments = [*viewed("--cache", place / "cache-2"), "--output", killed]
+    code, output = launch.run(*arguments, moment=(signal.SIGKILL, "os.replace", "/last.safetensors", 6))
+    assert code == -signal.SIGKILL, output
+    # of the 50 photographs at two views, 5 steps of 8 images ask about 40 at the most
+    (kept,) = (place / "cache-2").glob("*.answers")
+    checksums = np.fromfile(kept, np.uint32, 100)
+    assert 20 <= (checksums != 0).sum() <= 40
+    code, output = launch.run(*arguments)
+    assert code == 0 and "continuing after step" in output
+    assert_same_run(killed, whole)
+    (other,) = (place / "cache-1").glob("*.answers")
+    assert kept.name == other.name and kept.read_bytes() == other.read_bytes()
+
+
+def test_two_ranks_keep_the_answers_of_one(place, launch, finished):
+    one, two = finished("whole-views", *viewed("--cache", place / "cache-1"))[0], place / "two-views"
+    ranks = launch.start_ranks(2, *viewed("--cache", place / "cache-3"), "--output", two)
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output
+    for a, b in zip(log(one), log(two), strict=True):
+        assert float(a["train_loss"]) == pytest.approx(float(b["train_loss"]), rel=1e-4)
+    files = [next((place / cache).glob("*.answers")) for cache in ("cache-1", "cache-3")]
+    assert len({file.name for file in files}) == 1 and files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_two_ranks_see_what_one_sees(place, launch, finished):
