@@ -27,16 +27,19 @@ def hashes_to_avoid(image: Image.Image) -> np.ndarray:
     return np.stack([difference_hash(view) for view in views])
 
 
-def nearest(hashes: np.ndarray, others: np.ndarray, block: int = 4096) -> tuple[np.ndarray, np.ndarray]:
+def nearest(hashes: np.ndarray, others: np.ndarray, block: int = 1024) -> tuple[np.ndarray, np.ndarray]:
     """For each of `hashes` (n, 32) the number of the nearest of `others` (m, 32), and how many bits differ."""
     signs = _signs(others)
-    which, bits = [], []
+    which, bits = np.empty(len(hashes), np.int64), np.empty(len(hashes), np.int64)
+    # one buffer for all blocks: where freed memory is kept for training, a new one each time would add up to many GB
+    agreement = torch.empty(block, len(others))
     for start in range(0, len(hashes), block):
+        rows = slice(start, start + block)
+        mine = _signs(hashes[rows])
         # the dot product of two rows of +1 and -1 is the number of bits that agree minus those that differ
-        agreement, index = (_signs(hashes[start : start + block]) @ signs.T).max(dim=1)
-        which.append(index)
-        bits.append((BITS - agreement) / 2)
-    return torch.cat(which).numpy(), torch.cat(bits).round().to(torch.int64).numpy()
+        most, index = torch.mm(mine, signs.T, out=agreement[: len(mine)]).max(dim=1)
+        which[rows], bits[rows] = index.numpy(), ((BITS - most) / 2).round().numpy()
+    return which, bits
 
 
 def _signs(hashes: np.ndarray) -> torch.Tensor:
