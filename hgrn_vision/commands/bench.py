@@ -1,4 +1,4 @@
-"""`hgrn-vision bench`: our models against peers from timm, interleaved in one process."""
+"""`hgrn-vision bench`: our models against peers from timm, interleaved in one process, in PyTorch or in onnxruntime."""
 
 import argparse
 import csv
@@ -6,28 +6,39 @@ import ctypes
 import itertools
 import math
 import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
+from timm.utils.onnx import onnx_export
 from torch import nn
 from tqdm import tqdm
 
 from ..backend import choose
+from ..data.spec import resolve_spec
+from ..inference.pretrained import LoadedModel
 from ..kernels import cpu_block
 from ..report.speed import speed_chart
 from ..report.style import to_png
 from ..train.memory import keep_freed_memory
 from ._console import check_free, open_output
+from ._onnx import check_installed, open_session, write_onnx
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
 
 EXAMPLE = "hgrn-vision bench --sizes 224 384 --output runs/bench"
 MODELS = ["hgrn_deit_tiny_patch16_224", "hgrn_deit_small_patch16_224"]
 PEERS = ["deit_tiny_patch16_224", "deit_small_patch16_224"]
-TASKS = ("inference", "latency", "training")
+RUNTIMES = {"torch": ("inference", "latency", "training"), "onnxruntime": ("inference", "latency")}  # what each can do
 COLUMNS = {"task": 10, "size": 6, "batch": 6, "images/s": 10, "peer": 8, "ratio": 7, "share": 7, "MB": 7, "peer MB": 9}
 Step = Callable[[], object]
 
@@ -36,6 +47,7 @@ Step = Callable[[], object]
 class Row:
     """One line of the table: a model at one image size, next to its peer."""
 
+    runtime: str
     task: str
     size: int
     batch: int
@@ -44,7 +56,7 @@ class Row:
     images_per_second: float
     peer_images_per_second: float
     ratio: float
-    share_of_matmuls: float  # time of the model's linear layers alone over the model's time
+    share_of_matmuls: float  # time of the model's linear layers alone over the model's time; NaN in onnxruntime
     memory_mb: float  # at the peak of a step, beyond what was held before it
     peer_memory_mb: float
     ns_per_pixel: float
@@ -58,11 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", nargs="+", type=int, metavar="N", help="images per batch for each size [in proportion to 32 at 224]"
     )
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, help="what to time [all three]")
-    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="seconds to spend on each line [6]")
+    parser.add_argument("--tasks", nargs="+", choices=RUNTIMES["torch"], help="what to time [all that the runtime can]")
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device [cuda, else cpu]"
+        "--runtime", choices=RUNTIMES, default="torch", help="onnxruntime: models as ONNX files, on CPUs [torch]"
     )
+    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="seconds to spend on each line [6]")
+    parser.add_argument("--device", help="torch device [cuda, else cpu]")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights [float32]"
     )
@@ -77,18 +90,22 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     table, chart = args.output / "bench.csv", args.output / "bench.png"
     check_free([table, chart], args.force)
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    device, dtype = torch.device(_device(args)), getattr(torch, args.dtype)
     if args.threads:
         torch.set_num_threads(args.threads)
     if device.type == "cpu":
         keep_freed_memory()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"{where}, {args.dtype}, {choose(device, dtype)} backend, best of interleaved runs")
+    print(f"{where}, {args.dtype}, {_engine(args, device, dtype)}, best of interleaved runs", flush=True)
     print(f"{'':36}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
     rows = []
-    for name, peer, task, size, batch in tqdm(settings, disable=not sys.stderr.isatty(), unit="line"):
-        rows.append(measure(name, peer, task, size, batch, device, dtype, args.seconds))
-        tqdm.write(_line(rows[-1]), file=sys.stdout)
+    with tempfile.TemporaryDirectory() as folder:
+        for setting in tqdm(settings, disable=not sys.stderr.isatty(), unit="line"):
+            if args.runtime == "torch":
+                rows.append(measure(*setting, device, dtype, args.seconds))
+            else:
+                rows.append(measure_onnx(*setting, Path(folder), torch.get_num_threads(), args.seconds))
+            tqdm.write(_line(rows[-1]), file=sys.stdout)
     _write_table(table, rows)
     with open_output(chart, binary=True) as file:
         file.write(to_png(speed_chart([asdict(row) for row in rows if row.task != "latency"])))
@@ -106,18 +123,38 @@ def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
         raise ValueError(f"{len(args.models)} models need as many --peers, or one for all; got {len(args.peers)}")
     if min(args.sizes) < 1 or args.seconds <= 0 or (args.threads or 1) < 1:
         raise ValueError("--sizes, --seconds and --threads must be positive")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
+    if args.runtime == "onnxruntime":
+        check_installed("--runtime onnxruntime")
+        if (args.device or "cpu") != "cpu" or args.dtype != "float32":
+            raise ValueError("--runtime onnxruntime measures float32 on CPUs; leave out --device and --dtype")
+    if _device(args).startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no GPU that PyTorch can use")
+    tasks = args.tasks or RUNTIMES[args.runtime]
+    if not set(tasks) <= set(RUNTIMES[args.runtime]):
+        raise ValueError(f"--runtime {args.runtime} runs trained models: --tasks {' '.join(RUNTIMES[args.runtime])}")
     batches = args.batch or [max(1, int(32 * (224 / size) ** 2)) for size in args.sizes]
     if len(batches) != len(args.sizes) or min(batches) < 1:
         raise ValueError(f"--batch needs one positive number for each of the {len(args.sizes)} sizes")
     shapes = list(zip(args.sizes, batches, strict=True))
     settings = []
-    for (name, peer), task in itertools.product(zip(args.models, peers, strict=True), args.tasks):
+    for (name, peer), task in itertools.product(zip(args.models, peers, strict=True), tasks):
         # the latency is that of one image of the first size
         for size, batch in [(args.sizes[0], 1)] if task == "latency" else shapes:
             settings.append((name, peer, task, size, batch))
     return settings
+
+
+def _device(args: argparse.Namespace) -> str:
+    return args.device or ("cuda" if torch.cuda.is_available() and args.runtime == "torch" else "cpu")
+
+
+def _engine(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> str:
+    """Who computes."""
+    if args.runtime == "torch":
+        return f"{choose(device, dtype)} backend"
+    import onnxruntime
+
+    return f"onnxruntime {onnxruntime.__version__}"
 
 
 def measure(name: str, peer: str, task: str, size: int, batch: int, device, dtype, seconds: float) -> Row:
@@ -128,8 +165,48 @@ def measure(name: str, peer: str, task: str, size: int, batch: int, device, dtyp
     ours, theirs = (make_step(model, images) for model in models)
     memory, peer_memory = peak_memory(ours, device), peak_memory(theirs, device)
     matmuls = matmuls_step(models[0], images, backward=task == "training")
-    time_ours, time_theirs, time_matmuls = best_times([ours, theirs, matmuls], device, seconds)
+    times = best_times([ours, theirs, matmuls], device, seconds)
+    return _row("torch", name, peer, task, size, batch, times, [memory, peer_memory])
+
+
+def measure_onnx(
+    name: str, peer: str, task: str, size: int, batch: int, folder: Path, threads: int, seconds: float
+) -> Row:
+    """Time the ONNX files of a model and its peer in turn; the files are kept in a folder for the next call."""
+    files = [_onnx_file(model, size, folder) for model in (name, peer)]
+    images, cpu = torch.randn(batch, 3, size, size).numpy(), torch.device("cpu")
+    # sessions that keep memory would need none for the step that is measured
+    memory = [peak_memory(onnx_step(open_session(file, threads, keep_memory=False), images), cpu) for file in files]
+    times = best_times([onnx_step(open_session(file, threads), images) for file in files], cpu, seconds)
+    return _row("onnxruntime", name, peer, task, size, batch, [*times, math.nan], memory)
+
+
+def _onnx_file(name: str, size: int, folder: Path) -> Path:
+    """A model for images of one size: ours by our own exporter, others by timm's."""
+    path = folder / f"{name}-{size}.onnx"
+    if path.exists():
+        return path
+    model = _create(name, size, exportable=True).eval()
+    with warnings.catch_warnings():
+        # PyTorch's notes to its own developers
+        warnings.simplefilter("ignore")
+        if hasattr(model, "recurrences"):
+            # one size for both: timm's exporter fixes it too
+            model.dynamic_img_size = False
+            spec, classes = resolve_spec(model, img_size=size), [str(i) for i in range(model.num_classes)]
+            write_onnx(LoadedModel(name, model, classes, spec, torch.device("cpu"), {}), path)
+        else:
+            onnx_export(model, str(path), input_size=(3, size, size), batch_size=2)
+    return path
+
+
+def _row(
+    runtime: str, name: str, peer: str, task: str, size: int, batch: int, times: list[float], memory: list[float]
+) -> Row:
+    """From the seconds of the model, its peer and its matmuls, and the bytes of the first two."""
+    time_ours, time_theirs, time_matmuls = times
     return Row(
+        runtime=runtime,
         task=task,
         size=size,
         batch=batch,
@@ -139,18 +216,18 @@ def measure(name: str, peer: str, task: str, size: int, batch: int, device, dtyp
         peer_images_per_second=batch / time_theirs,
         ratio=time_theirs / time_ours,
         share_of_matmuls=time_matmuls / time_ours,
-        memory_mb=memory / 2**20,
-        peer_memory_mb=peer_memory / 2**20,
+        memory_mb=memory[0] / 2**20,
+        peer_memory_mb=memory[1] / 2**20,
         ns_per_pixel=1e9 * time_ours / (batch * size**2),
-        bytes_per_pixel=memory / (batch * size**2),
+        bytes_per_pixel=memory[0] / (batch * size**2),
     )
 
 
-def _create(name: str, size: int) -> nn.Module:
+def _create(name: str, size: int, **more: Any) -> nn.Module:
     try:
-        return timm.create_model(name, img_size=size)
+        return timm.create_model(name, img_size=size, **more)
     except TypeError:  # a network without position embeddings has no such argument
-        return timm.create_model(name)
+        return timm.create_model(name, **more)
 
 
 def inference_step(model: nn.Module, images: torch.Tensor) -> Step:
@@ -161,6 +238,11 @@ def inference_step(model: nn.Module, images: torch.Tensor) -> Step:
             return model(images)
 
     return step
+
+
+def onnx_step(session: "InferenceSession", images: np.ndarray) -> Step:
+    name = session.get_inputs()[0].name
+    return lambda: session.run(None, {name: images})
 
 
 def training_step(model: nn.Module, images: torch.Tensor) -> Step:
@@ -258,7 +340,8 @@ def _status(field: str) -> int:
 
 def _line(row: Row) -> str:
     cells = [row.task, row.size, row.batch, f"{row.images_per_second:.1f}", f"{row.peer_images_per_second:.1f}"]
-    cells += [f"{row.ratio:.2f}x", f"{row.share_of_matmuls:.0%}", f"{row.memory_mb:.0f}", f"{row.peer_memory_mb:.0f}"]
+    share = "-" if math.isnan(row.share_of_matmuls) else f"{row.share_of_matmuls:.0%}"
+    cells += [f"{row.ratio:.2f}x", share, f"{row.memory_mb:.0f}", f"{row.peer_memory_mb:.0f}"]
     return f"{row.model:36}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
 
 
@@ -266,4 +349,10 @@ def _write_table(path: Path, rows: list[Row]) -> None:
     with open_output(path) as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
-        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows)
+        writer.writerows({name: _cell(value) for name, value in asdict(row).items()} for row in rows)
+
+
+def _cell(value: str | float) -> str | int:
+    if not isinstance(value, float):
+        return value
+    return "" if math.isnan(value) else f"{value:.6g}"

@@ -1,7 +1,6 @@
 """`hgrn-vision export`: a model in plain operators, for use without this package: one file, or a web page."""
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,24 +9,22 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.export import Dim, ExportedProgram
 
 from ..files import whole_file
 from ..inference.pretrained import LoadedModel, load_model
 from ..randomness import numpy_generator
-from ..version import __version__
 from . import _run_exported, _web
 from ._console import check_free
 from ._flags import MODEL_HELP, at_least_one
+from ._onnx import MOST_PATCHES, NEEDS, check_installed, describe, sides, takes_any_size, trace, write_onnx
 
 EXAMPLE = "hgrn-vision export runs/flowers --format onnx --output flowers.onnx"
 TOLERANCE = 1e-4
 METADATA = "metadata.json"
-MOST_PATCHES = 128  # along a side: the exported scan covers their square
 
 
 class Format(NamedTuple):
@@ -36,19 +33,6 @@ class Format(NamedTuple):
     suffix: str
     needs: tuple[str, ...]
     write: Callable[[LoadedModel, Path], None]
-
-
-def write_onnx(loaded: LoadedModel, path: Path, input_name: str = "images") -> None:
-    """ONNX operators; the metadata are properties of the file, their values JSON."""
-    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
-
-    program = torch.onnx.export(
-        trace(loaded), dynamo=True, verbose=False, input_names=[input_name], output_names=["logits"]
-    )
-    # stack traces of the operators: a tenth of the file, with paths of this machine
-    ClearMetadataAndDocStringPass()(program.model)
-    program.model.metadata_props.update({key: json.dumps(value) for key, value in describe(loaded).items()})
-    program.save(path, external_data=False)
 
 
 def write_pt2(loaded: LoadedModel, path: Path) -> None:
@@ -72,10 +56,10 @@ def write_web(loaded: LoadedModel, folder: Path) -> None:
 
 
 FORMATS = {
-    "onnx": Format(".onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx),
+    "onnx": Format(".onnx", NEEDS, write_onnx),
     "pt2": Format(".pt2", (), write_pt2),
     "torchscript": Format(".torchscript", (), write_torchscript),
-    "web": Format("-web", ("onnx", "onnxscript", "onnxruntime"), write_web),
+    "web": Format("-web", NEEDS, write_web),
 }
 
 
@@ -96,9 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export and check; the file gets its name only if it answers as the model does."""
     kind, web = FORMATS[args.format], args.format == "web"
-    missing = [name for name in kind.needs if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(f"--format {args.format} needs {', '.join(missing)}: pip install 'hgrn_vision[export]'")
+    check_installed(f"--format {args.format}", kind.needs)
     path = Path(args.output or default_name(args.model) + kind.suffix)
     if args.format == "pt2" and path.suffix != kind.suffix:
         raise ValueError(f"PyTorch loads pt2 files only by a name that ends in .pt2, got {path}")
@@ -157,37 +139,6 @@ def default_name(model: str) -> str:
     return name or "model"
 
 
-def takes_any_size(loaded: LoadedModel) -> bool:
-    """Whether the file can take images of other sizes than the model's own."""
-    # the exporter takes a side of one patch for a constant
-    return loaded.model.dynamic_img_size and all(
-        side % patch == 0 and 2 <= side // patch <= MOST_PATCHES for side, patch in _sides(loaded)
-    )
-
-
-def describe(loaded: LoadedModel) -> dict[str, Any]:
-    """What someone who has only the file needs to know."""
-    return {
-        "class_names": loaded.class_names,
-        **loaded.spec._asdict(),
-        "patch_size": loaded.model.patch_embed.patch_size,
-        "any_size": takes_any_size(loaded),
-        "architecture": loaded.model.pretrained_cfg.get("architecture"),
-        "hgrn_vision": __version__,
-    }
-
-
-def trace(loaded: LoadedModel) -> ExportedProgram:
-    """The model as a graph of aten operators for any number of images, and of any size where it can be."""
-    dynamic = {0: Dim("batch")}
-    if takes_any_size(loaded):
-        height, width = loaded.model.patch_embed.patch_size
-        dynamic[2] = height * Dim("rows", min=2, max=MOST_PATCHES)
-        dynamic[3] = width * Dim("columns", min=2, max=MOST_PATCHES)
-    images = torch.zeros(2, *loaded.spec.input_size)
-    return torch.export.export(loaded.model, (images,), dynamic_shapes=(dynamic,), strict=False)
-
-
 @torch.no_grad()
 def largest_difference(loaded: LoadedModel, kind: str, path: Path) -> float:
     """Between the logits of a model and those of its file, which runs in a process without this package."""
@@ -219,13 +170,8 @@ def _examples(loaded: LoadedModel) -> Iterator[np.ndarray]:
     channels, *own = loaded.spec.input_size
     shapes = [(1, *own), (3, *own)]
     if takes_any_size(loaded):
-        height, width = (patch * min(side // patch + 1, MOST_PATCHES) for side, patch in _sides(loaded))
+        height, width = (patch * min(side // patch + 1, MOST_PATCHES) for side, patch in sides(loaded))
         shapes += [(2, height, width), (1, 2 * loaded.model.patch_embed.patch_size[0], width)]
     generator = numpy_generator(0)
     for count, *size in shapes:
         yield generator.standard_normal((count, channels, *size)).astype(np.float32)
-
-
-def _sides(loaded: LoadedModel) -> list[tuple[int, int]]:
-    """Height and width of the image, each with that of a patch."""
-    return list(zip(loaded.spec.input_size[1:], loaded.model.patch_embed.patch_size, strict=True))

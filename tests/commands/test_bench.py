@@ -2,9 +2,12 @@
 
 import argparse
 import csv
+import importlib.util
 import itertools
 import math
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from hgrn_vision import cli
 from hgrn_vision.commands import bench
 from hgrn_vision.report.speed import speed_chart
+
+PAIR = ["--models", "hgrn_deit_tiny_patch16_224", "--peers", "deit_tiny_patch16_224"]
 
 
 @pytest.fixture
@@ -28,17 +33,7 @@ def small_models(monkeypatch):
 def test_table_and_chart(small_models, tmp_path, capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr(bench, "speed_chart", lambda rows: drawn.extend(rows) or speed_chart(rows))
-    argv = [
-        "bench",
-        "--models",
-        "hgrn_deit_tiny_patch16_224",
-        "--peers",
-        "deit_tiny_patch16_224",
-        "--sizes",
-        "16",
-        "32",
-    ]
-    argv += ["--batch", "4", "2", "--seconds", "0.01", "--output", str(tmp_path)]
+    argv = ["bench", *PAIR, "--sizes", "16", "32", "--batch", "4", "2", "--seconds", "0.01", "--output", str(tmp_path)]
     assert cli.main(argv) == 0
     printed = capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
@@ -53,13 +48,82 @@ def test_table_and_chart(small_models, tmp_path, capsys, monkeypatch):
         assert float(row["ratio"]) == pytest.approx(
             float(row["images_per_second"]) / float(row["peer_images_per_second"]), rel=1e-3
         )
-        assert float(row["share_of_matmuls"]) > 0
+        assert row["runtime"] == "torch" and float(row["share_of_matmuls"]) > 0
     assert printed.count("hgrn_deit_tiny_patch16_224") == 5 and "cpu backend" in printed
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     # one image alone is no speed to compare with those of batches
     assert [row["task"] for row in drawn] == ["inference"] * 2 + ["training"] * 2
     assert cli.main(argv) == 2  # nothing is overwritten silently
     assert "--force" in capsys.readouterr().err
+
+
+def test_onnxruntime_runs_files_of_both(small_models, tmp_path, capsys, monkeypatch):
+    files, options = [], []
+
+    class Session(onnxruntime.InferenceSession):
+        def __init__(self, path, settings, **kwargs):
+            files.append(path.name)
+            options.append((settings.intra_op_num_threads, settings.enable_cpu_mem_arena))
+            super().__init__(path, settings, **kwargs)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    argv = ["bench", *PAIR, "--runtime", "onnxruntime", "--sizes", "16", "16", "--batch", "4", "2", "--threads", "1"]
+    threads = torch.get_num_threads()
+    assert cli.main([*argv, "--seconds", "0.01", "--output", str(tmp_path)]) == 0
+    torch.set_num_threads(threads)
+    rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    found = [(row["runtime"], row["task"], row["batch"]) for row in rows]
+    assert found == [
+        ("onnxruntime", "inference", "4"),
+        ("onnxruntime", "inference", "2"),
+        ("onnxruntime", "latency", "1"),
+    ]
+    for row in rows:
+        assert row["share_of_matmuls"] == "" and row["peer"] == "deit_tiny_patch16_224"
+        assert float(row["ratio"]) == pytest.approx(
+            float(row["images_per_second"]) / float(row["peer_images_per_second"]), rel=1e-3
+        )
+    # for memory and for time, ours and the peer's, with equal settings
+    pair = ["hgrn_deit_tiny_patch16_224-16.onnx", "deit_tiny_patch16_224-16.onnx"]
+    assert files == 6 * pair and options == 3 * [(1, False), (1, False), (1, True), (1, True)]
+    printed = capsys.readouterr().out
+    assert "1 CPU threads, float32, onnxruntime 1." in printed and "nan" not in printed
+
+
+def test_the_files_answer_as_the_models_do(small_models, tmp_path, monkeypatch):
+    made = []
+    create = bench._create
+    monkeypatch.setattr(bench, "_create", lambda *args, **kwargs: made.append(create(*args, **kwargs)) or made[-1])
+    images = torch.randn(3, 3, 16, 16)
+    for name in ("hgrn_deit_tiny_patch16_224", "deit_tiny_patch16_224"):
+        step = bench.onnx_step(bench.open_session(bench._onnx_file(name, 16, tmp_path)), images.numpy())
+        with torch.no_grad():
+            np.testing.assert_allclose(step()[0], made[-1](images).numpy(), atol=1e-4)
+
+
+BAD = {
+    "runs trained models: --tasks inference latency": ["--tasks", "inference", "training"],
+    "measures float32 on CPUs": ["--dtype", "bfloat16"],
+    "on CPUs; leave out --device": ["--device", "cuda"],
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_onnxruntime_cannot_do_is_one_line(message, tmp_path, capsys):
+    argv = ["bench", "--runtime", "onnxruntime", *BAD[message], "--output", str(tmp_path / "new")]
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_machine_without_onnxruntime(tmp_path, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else found(name))
+    assert cli.main(["bench", "--runtime", "onnxruntime", "--output", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "--runtime onnxruntime needs onnxruntime: pip install 'hgrn_vision[export]'" in error
+    assert error.count("\n") == 1 and not (tmp_path / "new").exists()
 
 
 @pytest.mark.machine
@@ -114,7 +178,7 @@ def test_a_peer_for_each_model_a_batch_for_each_size_and_one_image_for_the_laten
         settings("--sizes", "224", "--batch", "0")
 
 
-@pytest.mark.parametrize("task", bench.TASKS)
+@pytest.mark.parametrize("task", bench.RUNTIMES["torch"])
 def test_a_row_is_made_of_what_was_measured(small_models, monkeypatch, task):
     monkeypatch.setattr(bench, "best_times", lambda steps, device, seconds: [0.5, 0.25, 0.125])
     memory = iter([3 * 2**20, 5 * 2**20])
@@ -122,6 +186,7 @@ def test_a_row_is_made_of_what_was_measured(small_models, monkeypatch, task):
     name, peer = "hgrn_deit_tiny_patch16_224", "deit_tiny_patch16_224"
     row = bench.measure(name, peer, task, 16, 4, torch.device("cpu"), torch.float32, 1.0)
     assert row == bench.Row(
+        runtime="torch",
         task=task,
         size=16,
         batch=4,

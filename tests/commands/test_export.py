@@ -1,5 +1,6 @@
 """hgrn-vision export: files that answer as the model does, without this package, at sizes not seen by the exporter."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -200,8 +201,8 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys):
     assert taken.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "taken.onnx", "vit"]
 
-    found = export.importlib.util.find_spec
-    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name))
     assert main(["export", str(run), "--output", str(tmp_path / "a.onnx")]) == 2
     assert "needs onnxscript: pip install 'hgrn_vision[export]'" in capsys.readouterr().err
 
