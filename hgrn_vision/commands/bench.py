@@ -29,6 +29,7 @@ from ..kernels import cpu_block
 from ..report.speed import speed_chart
 from ..report.style import to_png
 from ..train.memory import keep_freed_memory
+from ..train.study import parse_arm
 from ._console import check_free, open_output
 from ._onnx import check_installed, open_session, write_onnx
 
@@ -64,7 +65,9 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", metavar="NAME", default=MODELS, help="models to measure")
+    parser.add_argument(
+        "--models", nargs="+", metavar="NAME", default=MODELS, help="models to measure, such as NAME,local_conv=3"
+    )
     parser.add_argument("--peers", nargs="+", metavar="NAME", default=PEERS, help="the timm model to compare each with")
     parser.add_argument("--sizes", nargs="+", type=int, metavar="PIXELS", default=[224, 384, 512, 768, 1024])
     parser.add_argument(
@@ -116,8 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
     for name in (*args.models, *args.peers):
-        if not timm.is_model(name):
-            raise ValueError(f"unknown model {name!r}; `hgrn-vision models` and timm.list_models() list the known ones")
+        _parse(name)
     peers = args.peers * len(args.models) if len(args.peers) == 1 else args.peers[: len(args.models)]
     if len(peers) < len(args.models):
         raise ValueError(f"{len(args.models)} models need as many --peers, or one for all; got {len(args.peers)}")
@@ -142,6 +144,17 @@ def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
         for size, batch in [(args.sizes[0], 1)] if task == "latency" else shapes:
             settings.append((name, peer, task, size, batch))
     return settings
+
+
+def _parse(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and constructor arguments of a model as typed: NAME[,ARGUMENT=VALUE...]."""
+    settings = dict(parse_arm(text).settings)
+    name, arguments = settings.pop("model", text), settings.pop("model_args", {})
+    if not timm.is_model(name):
+        raise ValueError(f"unknown model {name!r}; `hgrn-vision models` and timm.list_models() list the known ones")
+    if settings:
+        raise ValueError(f"{text}: {min(settings)} is a setting of training, not an argument of a model's constructor")
+    return name, arguments
 
 
 def _device(args: argparse.Namespace) -> str:
@@ -224,10 +237,14 @@ def _row(
 
 
 def _create(name: str, size: int, **more: Any) -> nn.Module:
+    model, arguments = _parse(name)
     try:
-        return timm.create_model(name, img_size=size, **more)
-    except TypeError:  # a network without position embeddings has no such argument
-        return timm.create_model(name, **more)
+        return timm.create_model(model, img_size=size, **arguments, **more)
+    except TypeError as error:
+        # a network without position embeddings has no such argument
+        if "'img_size'" not in str(error):
+            raise ValueError(f"{name}: {error}") from error
+        return timm.create_model(model, **arguments, **more)
 
 
 def inference_step(model: nn.Module, images: torch.Tensor) -> Step:
@@ -269,7 +286,9 @@ def matmuls_step(model: nn.Module, images: torch.Tensor, backward: bool) -> Step
         matmuls.append((layer, inputs[shape]))
 
     kinds = (nn.Linear, nn.Conv2d)
-    hooks = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, kinds)]
+    # a depthwise convolution is no matmul
+    layers = [m for m in model.modules() if isinstance(m, kinds) and getattr(m, "groups", 1) == 1]
+    hooks = [layer.register_forward_pre_hook(record) for layer in layers]
     with torch.no_grad():
         model(images)
     for hook in hooks:

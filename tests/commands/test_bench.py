@@ -57,6 +57,32 @@ def test_table_and_chart(small_models, tmp_path, capsys, monkeypatch):
     assert "--force" in capsys.readouterr().err
 
 
+def test_constructor_arguments_belong_to_a_model(small_models, tmp_path, capsys):
+    ours, peer = "hgrn_deit_tiny_patch16_224,local_conv=3,scan=2d", "hgrn_deit_tiny_patch16_224"
+    argv = ["bench", "--models", ours, "--peers", peer, "--sizes", "16", "--tasks", "latency", "--seconds", "0.01"]
+    assert cli.main([*argv, "--output", str(tmp_path)]) == 0
+    (row,) = csv.DictReader((tmp_path / "bench.csv").open())
+    assert (row["model"], row["peer"]) == (ours, peer)
+    model = bench._create(ours, 16)
+    assert model.blocks[0].mixer.scan == "2d" and model.blocks[0].mixer.local_conv.weight.shape[-1] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hgrn_deit_tinny,local_conv=3", "unknown model 'hgrn_deit_tinny'"),
+        ("hgrn_deit_tiny,lr=1", "lr is a setting of training"),
+        ("hgrn_deit_tiny,sidewise=1", "sidewise"),
+        ("hgrn_deit_tiny,local_conv=4", "local_conv"),
+    ],
+)
+def test_models_that_cannot_be_made(tmp_path, capsys, name, message):
+    argv = ["bench", "--models", name, "--sizes", "28", "--tasks", "latency", "--output", str(tmp_path)]
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_onnxruntime_runs_files_of_both(small_models, tmp_path, capsys, monkeypatch):
     files, options = [], []
 
