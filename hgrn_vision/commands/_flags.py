@@ -37,7 +37,7 @@ def add_inference_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 # of runs on photographs without labels, which only `distill` starts
-OF_PHOTOGRAPHS = ("photos", "val", "pack", "cache")
+OF_PHOTOGRAPHS = ("photos", "val", "pack", "cache", "views")
 
 
 def add_setting_flags(

@@ -1,6 +1,7 @@
 """`hgrn-vision distill` from end to end, on made-up photographs and tiny models of both formats."""
 
 import csv
+import re
 import shlex
 import shutil
 import signal
@@ -311,3 +312,10 @@ def test_what_is_said_at_the_end(capsys):
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == said and (len(lines) == 1) == (status == "stopped")
         assert status == "stopped" or "hgrn-vision publish 'my run' FOLDER" in lines[-1]
+
+
+def test_help_names_the_defaults_of_the_recipe():
+    settings = vars(TrainConfig()) | DISTILL.settings
+    named = {name: re.search(r"\[([\d.]+(e-\d+)?)\]$", text) for name, text in distill.SHOWN.items()}
+    named = {name: float(found[1]) for name, found in named.items() if found}
+    assert named == {name: settings[name] for name in named} and len(named) >= 6
