@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "photos", nargs="+", metavar="PHOTOS", help="folders of images, at any depth; no classes needed"
     )
     parser.add_argument(
-        "--teacher", required=True, metavar="MODEL", help="timm name, local-dir:, hf-hub:, a run, or an .onnx file"
+        "--teacher", required=True, metavar="MODEL", help="timm name, local-dir:, hf-hub:, a run, an .onnx file"
     )
     parser.add_argument("--output", metavar="RUN", required=True, help="run folder; a run in it is continued")
     parser.add_argument(
