@@ -2,7 +2,6 @@
 
 import csv
 import json
-import logging
 import math
 import os
 import shutil
@@ -68,34 +67,20 @@ def check_model(loaded: LoadedModel) -> None:
         )
 
 
-def quantise(source: Path, target: Path) -> None:
-    """The model with weights of eight bits."""
-    import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    model = onnx.load(source)
-    # the quantizer transposes weights and then finds their old shapes here
-    model.graph.ClearField("value_info")
-    # advice to prepare the file first, which is for models with convolutions and calibrated activations
-    logging.disable(logging.WARNING)
-    try:
-        # products of unsigned weights do not saturate on processors that lack VNNI
-        quantize_dynamic(model, target, per_channel=True, weight_type=QuantType.QUInt8)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def write_site(folder: Path, loaded: LoadedModel, title: str, worst: float, runtime: str | None) -> None:
-    """Write everything beside the model, which is there already.
+def write_site(
+    folder: Path, loaded: LoadedModel, title: str, worst: float, runtime: str | None, small: bool = False
+) -> None:
+    """Write everything beside the two models, which are there already.
 
     Args:
-        folder: where onnx/model.onnx is.
-        loaded: the model in that file.
+        folder: where onnx/ with the models is.
+        loaded: the model in these files.
         title: heading of the page.
         worst: largest difference of the file's logits from the model's.
         runtime: the npm package onnxruntime-web, to copy from; None to load it from its usual address.
+        small: let the page run the quantized model.
     """
-    quantise(folder / MODEL, folder / SMALL_MODEL)
+    model = SMALL_MODEL if small else MODEL
     for name, content in (
         (LABELS, loaded.class_names),
         ("config.json", _config(loaded)),
@@ -105,10 +90,10 @@ def write_site(folder: Path, loaded: LoadedModel, title: str, worst: float, runt
     site = Site(
         title=title,
         classes=loaded.class_names,
-        card=_card(folder, loaded, worst),
+        card=_card(folder, loaded, worst, model),
         spec=_pixels(loaded),
-        model=MODEL,
-        model_bytes=(folder / MODEL).stat().st_size,
+        model=model,
+        model_bytes=(folder / model).stat().st_size,
         labels=LABELS,
         runtime=_copy_runtime(folder, find_runtime(runtime)) if runtime else RUNTIME,
     )
@@ -173,7 +158,7 @@ def _config(loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _card(folder: Path, loaded: LoadedModel, worst: float) -> list[tuple[str, str]]:
+def _card(folder: Path, loaded: LoadedModel, worst: float, model: str) -> list[tuple[str, str]]:
     pixels = _pixels(loaded)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     sizes = {name: (folder / name).stat().st_size / 1e6 for name in (MODEL, SMALL_MODEL)}
@@ -190,8 +175,8 @@ def _card(folder: Path, loaded: LoadedModel, worst: float) -> list[tuple[str, st
         ),
         (
             "Files",
-            f"{MODEL}, {sizes[MODEL]:.1f} MB: float32, logits within {worst:.1e} of PyTorch's; this page runs it. "
-            f"{SMALL_MODEL}, {sizes[SMALL_MODEL]:.1f} MB: weights of 8 bits, for transformers.js.",
+            f"{MODEL}, {sizes[MODEL]:.1f} MB: float32, logits within {worst:.1e} of PyTorch's. "
+            f"{SMALL_MODEL}, {sizes[SMALL_MODEL]:.1f} MB: weights of 8 bits. This page runs {model}.",
         ),
     ]
     return [row for row in rows if row]

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..data.splits import Split
 from ..files import whole_file
 from ..inference.pretrained import LoadedModel, load_model
 from ..randomness import numpy_generator
-from . import _run_exported, _web
+from . import _quantize, _run_exported, _web
 from ._console import check_free
 from ._flags import MODEL_HELP, at_least_one
 from ._onnx import MOST_PATCHES, NEEDS, check_installed, describe, sides, takes_any_size, trace, write_onnx
@@ -70,6 +71,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="PATH", help="output file or page folder (default: the model's name)")
     parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the images (default: as trained)")
     parser.add_argument("--force", action="store_true", help="overwrite the file, or an earlier page")
+    parser.add_argument("--int8", action="store_true", help="onnx, web: weights of 8 bits, checked on images")
+    parser.add_argument(
+        "--calibrate", metavar="FOLDER", help="with --int8: fix the ranges of activations on these images"
+    )
+    parser.add_argument(
+        "--check",
+        metavar="FOLDER",
+        help="with --int8: images to check on, and accuracy where sub-folders are classes (default: those of "
+        "--calibrate, else packaged digits)",
+    )
     parser.add_argument(
         "--runtime",
         metavar="FOLDER",
@@ -81,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     """Export and check; the file gets its name only if it answers as the model does."""
     kind, web = FORMATS[args.format], args.format == "web"
     check_installed(f"--format {args.format}", kind.needs)
-    path = Path(args.output or default_name(args.model) + kind.suffix)
+    _check_int8(args)
+    path = Path(args.output or default_name(args.model) + ("-int8" if args.int8 and not web else "") + kind.suffix)
     if args.format == "pt2" and path.suffix != kind.suffix:
         raise ValueError(f"PyTorch loads pt2 files only by a name that ends in .pt2, got {path}")
     _check_output(path, args)
@@ -92,6 +104,9 @@ def run(args: argparse.Namespace) -> int:
     loaded.model(torch.zeros(1, *loaded.spec.input_size))
     if web:
         _web.check_model(loaded)
+    # a folder without images is found now, not after the export
+    images = _quantize.open_images(args.check or args.calibrate, loaded) if args.int8 else None
+    calibration = _quantize.open_unlabelled(args.calibrate) if args.calibrate else None
     path.parent.mkdir(parents=True, exist_ok=True)
     # a folder beside the file, since archives store the name under which they were created
     with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
@@ -103,21 +118,56 @@ def run(args: argparse.Namespace) -> int:
             kind.write(loaded, partial)
         # against the model as everyone uses it, not the variant of plain operators that was exported
         reference = load_model(args.model, "cpu", args.img_size)
-        worst = largest_difference(reference, "onnx" if web else args.format, partial / _web.MODEL if web else partial)
+        exact = partial / _web.MODEL if web else partial
+        worst = largest_difference(reference, "onnx" if web else args.format, exact)
         if not worst <= TOLERANCE:
             print(f"hgrn-vision export: differs by {worst:.1e} from the model, no file was written", file=sys.stderr)
             return 1
+        result = partial
+        if web or args.int8:
+            result = partial / _web.SMALL_MODEL if web else partial.with_name("int8.onnx")
+            batches = _quantize.calibration_batches(calibration, loaded) if calibration else None
+            _quantize.quantize(exact, result, batches)
+        if args.int8 and not _report_change(reference, exact, result, images, args):
+            return 1
         if web:
-            _web.write_site(partial, loaded, default_name(args.model), worst, args.runtime)
+            _web.write_site(partial, loaded, default_name(args.model), worst, args.runtime, args.int8)
             _web.replace_folder(partial, path)
         else:
             with whole_file(path) as temporary:
-                os.replace(partial, temporary)
+                os.replace(result, temporary)
     size = (path / _web.MODEL if web else path).stat().st_size / 1e6
-    print(f"wrote {path}, {size:.1f} MB; largest difference from the model {worst:.1e}")
+    before = " in float32" if args.int8 else ""
+    print(f"wrote {path}, {size:.1f} MB; largest difference from the model{before} {worst:.1e}")
     if web:
         print(f"look at it: python -m http.server -d {path}, then http://localhost:8000 in a browser")
     return 0
+
+
+def _check_int8(args: argparse.Namespace) -> None:
+    if args.int8 and args.format not in ("onnx", "web"):
+        raise ValueError(f"--int8 is for --format onnx and web, not {args.format}")
+    for flag in ("calibrate", "check"):
+        if getattr(args, flag) and not args.int8:
+            raise ValueError(f"--{flag} is for --int8")
+
+
+def _report_change(loaded: LoadedModel, exact: Path, small: Path, images: Split, args: argparse.Namespace) -> bool:
+    """Print what quantization changed; False if the file is of no use."""
+    change = _quantize.compare(loaded, small, images)
+    where = args.check or args.calibrate or "the packaged digits, for want of --check"
+    how = f"ranges of activations fixed on {args.calibrate}" if args.calibrate else "ranges of activations as they come"
+    print(f"  int8: {small.stat().st_size / exact.stat().st_size:.2f} of the size of float32, {how}")
+    print(
+        f"  {change.images} images of {where}: the same first class for {change.agreement:.2f}%, "
+        f"largest change of a probability {change.largest:.4f}"
+    )
+    if change.accuracy:
+        print("  top-1 {:.2f}% in float32, {:.2f}% in int8".format(*change.accuracy))
+    if not change.largest <= 1:
+        print("hgrn-vision export: the int8 file answers with NaN, no file was written", file=sys.stderr)
+        return False
+    return True
 
 
 def _check_output(path: Path, args: argparse.Namespace) -> None:

@@ -7,13 +7,11 @@ import shutil
 import subprocess
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 import timm
 import torch
 from browser import Browser, find_chromium, node_package, serve
-from onnx import TensorProto, helper, numpy_helper
 from photographs import scene
 from PIL import Image
 from saved_models import CLASSES, SMALL
@@ -119,23 +117,6 @@ def test_the_folder_is_whole(run, site, tmp_path):
     assert config["id2label"] == dict(zip("012", CLASSES, strict=True)) and config["label2id"]["rose"] == 0
     pixels = json.loads((site / "preprocessor_config.json").read_text("utf-8"))
     assert pixels["size"] == {"shortest_edge": 17} and pixels["crop_size"] == {"height": 16, "width": 16}
-
-
-def test_quantised_weights_take_a_quarter(tmp_path):
-    """Also where the exporter has noted the shape of a weight that the quantizer transposes."""
-    info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, n]) for name, n in (("x", 256), ("y", 192))]
-    weights = np.random.RandomState(0).standard_normal((192, 256)).astype(np.float32)
-    node = helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)
-    noted = [helper.make_tensor_value_info("w", TensorProto.FLOAT, [192, 256])]
-    graph = helper.make_graph(
-        [node], "g", info[:1], info[1:], [numpy_helper.from_array(weights, "w")], value_info=noted
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), tmp_path / "a.onnx")
-    _web.quantise(tmp_path / "a.onnx", tmp_path / "b.onnx")
-    assert (tmp_path / "b.onnx").stat().st_size < 0.3 * (tmp_path / "a.onnx").stat().st_size
-    x = np.random.RandomState(1).standard_normal((2, 256)).astype(np.float32)
-    session = onnxruntime.InferenceSession(tmp_path / "b.onnx", providers=["CPUExecutionProvider"])
-    assert np.abs(session.run(None, {"x": x})[0] - x @ weights.T).max() < 1
 
 
 def test_bad_input_is_one_line(run, site, tmp_path, capsys):
