@@ -42,9 +42,11 @@ def write_onnx(loaded: LoadedModel, path: Path, input_name: str = "images") -> N
     """ONNX operators; the metadata are properties of the file, their values JSON."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    program = torch.onnx.export(
-        trace(loaded), dynamo=True, verbose=False, input_names=[input_name], output_names=["logits"]
-    )
+    from . import _onnx
+
+    names = dict(input_names=[input_name], output_names=["logits"])
+    program = torch.onnx.export(trace(loaded), dynamo=True, verbose=False, opset_version=_onnx.OPSET, **names)
+    _onnx.fuse_rotations(program.model)
     # stack traces of the operators: a tenth of the file, with paths of this machine
     ClearMetadataAndDocStringPass()(program.model)
     program.model.metadata_props.update({key: json.dumps(value) for key, value in describe(loaded).items()})
@@ -85,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="onnx", help="file format (default onnx); web: a page")
     parser.add_argument("--output", metavar="PATH", help="output file or page folder (default: the model's name)")
     parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the images (default: as trained)")
+    parser.add_argument(
+        "--fixed-size",
+        action="store_true",
+        help="take images of this size only, still any number of them: a smaller graph that runs faster",
+    )
     parser.add_argument("--force", action="store_true", help="overwrite the file, or an earlier page")
     parser.add_argument(
         "--runtime",
@@ -106,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_model(args.model, "cpu", args.img_size, exportable=True)
     if not hasattr(loaded.model, "recurrences"):
         raise ValueError(f"{loaded.name} is not an HGRN model; timm has export scripts for its own")
+    if args.fixed_size:
+        loaded.model.dynamic_img_size = False
     # fails here, with the model's own message, if the model refuses this size
     loaded.model(torch.zeros(1, *loaded.spec.input_size))
     if web:
@@ -121,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
             kind.write(loaded, partial)
         # against the model as everyone uses it, not the variant of plain operators that was exported
         reference = load_model(args.model, "cpu", args.img_size)
+        reference.model.dynamic_img_size = loaded.model.dynamic_img_size
         worst = largest_difference(reference, "onnx" if web else args.format, partial / _web.MODEL if web else partial)
         if not worst <= TOLERANCE:
             print(f"hgrn-vision export: differs by {worst:.1e} from the model, no file was written", file=sys.stderr)
