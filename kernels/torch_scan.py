@@ -2,18 +2,20 @@
 
 The rotation is taken out of the recurrence first: with phi_t the angle turned up to token t, exp(-i phi_t) h_t obeys a
 recurrence whose decay is real, so that one real scan serves both parts, every ablation and both directions.
-Everything here is differentiable by autograd and compiles in TorchScript.
+Everything here is differentiable by autograd, and all but the scan of exported graphs compiles in TorchScript.
 """
 
 import math
+from collections.abc import Sequence
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 
-# with a symbolic number of tokens, chunks have this length and there are at most 2**EXPORT_LEVELS of them:
-# 16384 tokens, 128 x 128 patches
-EXPORT_CHUNK = 16
-EXPORT_LEVELS = 10
+# with a symbolic number of tokens, chunks and chunks of chunks have this length, and there are at most 2**EXPORT_LEVELS
+# of the latter: 16384 tokens, 128 x 128 patches
+EXPORT_CHUNK = 8
+EXPORT_LEVELS = 8
 
 
 def hgru_scan(
@@ -28,14 +30,13 @@ def hgru_scan(
     z = x.to(lower_bound.dtype)
     if bias is not None:
         z = z + bias
-    c = F.silu(z[..., : 2 * D]).unflatten(-1, (2, D))  # (B, T, 2, D)
-    f = z[..., 2 * D : 3 * D]
-    decay = lower_bound + (1 - lower_bound) * torch.sigmoid(f)
-    # 1 - decay, by sigmoid(-f): a subtraction would cancel where the decay is near 1
+    c, f, g = z.split([2 * D, D, x.shape[-1] - 3 * D], dim=-1)
+    # by sigmoid(-f): 1 - sigmoid(f) would cancel where the decay is near 1
     rest = (1 - lower_bound) * torch.sigmoid(-f)
-    h = scan_tokens(decay, rest.unsqueeze(-2) * c, theta, grid).flatten(-2)  # (B, T, 2D)
+    c = F.silu(c).unflatten(-1, (2, D))  # (B, T, 2, D)
+    h = scan_tokens(1 - rest, rest.unsqueeze(-2) * c, theta, grid).flatten(-2)  # (B, T, 2D)
     if x.shape[-1] == 5 * D:
-        h = h * torch.sigmoid(z[..., 3 * D :])
+        h = h * torch.sigmoid(g)
     return h.to(x.dtype)
 
 
@@ -51,12 +52,12 @@ def scan_tokens(
         grid: (H, W), or None for one sequence of all tokens.
     """
     if grid is None:
-        return complex_scan(decay, x, turned_angles(theta, x.shape[1]))
+        return complex_scan(decay, x, theta)
     H, W = grid
     total = torch.zeros_like(x)
     for columns in (False, True):
-        angles = turned_angles(theta if theta.dim() == 2 else lines(theta, H, W, columns), H if columns else W)
-        h = complex_scan(lines(decay, H, W, columns), lines(x, H, W, columns), angles)
+        turns = theta if theta.dim() == 2 else lines(theta, H, W, columns)
+        h = complex_scan(lines(decay, H, W, columns), lines(x, H, W, columns), turns)
         h = h.unflatten(0, (-1, W if columns else H))  # (B, lines, tokens of each, 2, D)
         total = total + (h.transpose(1, 2) if columns else h).flatten(1, 2)
     return total
@@ -85,35 +86,40 @@ def turned_angles(theta: torch.Tensor, T: int) -> torch.Tensor:
     return (theta.to(steps.dtype).unsqueeze(1) * steps.unsqueeze(-1)).unsqueeze(1)
 
 
-def complex_scan(decay: torch.Tensor, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Sum over directions of h_t = decay_t exp(i (angle_t - angle_(t-1))) h_(t-1) + x_t.
+def complex_scan(decay: torch.Tensor, x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+    """Sum over directions of h_t = decay_t exp(i theta_t) h_(t-1) + x_t, (B, T, 2, D).
 
     Args:
         decay: (B, T, D).
         x: real and imaginary parts, (B, T, 2, D).
-        angles: (K, 1 or B, T, D), counted from where each direction starts: the second one starts at the last token.
+        theta: as for turned_angles; the second direction starts at the last token.
     """
-    if angles.shape[0] == 1:
-        return _rotating_scan(decay, x, angles[0])
-    if isinstance(x.shape[1], int):
-        return _rotating_scan(decay, x, angles[0]) + _rotating_scan(decay.flip(1), x.flip(1), angles[1]).flip(1)
-    # an exported graph spells out every step of the scan: scanning both directions at once takes half as many
-    h = _rotating_scan(torch.stack([decay, decay.flip(1)]), torch.stack([x, x.flip(1)]), angles)
-    return h[0] + h[1].flip(1)
+    if torch.jit.is_scripting():
+        return _both_ways(decay, x, turned_angles(theta, x.shape[1]))
+    if torch.compiler.is_exporting():
+        return _exported_scan(decay, x, theta) if theta.dim() == 2 else _exported_turns(decay, x, theta)
+    return _both_ways(decay, x, turned_angles(theta, x.shape[1]))
+
+
+def _both_ways(decay: torch.Tensor, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """complex_scan from the angles (K, 1 or B, T, D) turned up to each token."""
+    h = _rotating_scan(decay, x, angles[0])
+    if angles.shape[0] == 2:
+        h = h + _rotating_scan(decay.flip(1), x.flip(1), angles[1]).flip(1)
+    return h
 
 
 def _rotating_scan(decay: torch.Tensor, x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-    """One direction, or several along a leading dimension: decay and angle (..., T, D), x (..., T, 2, D)."""
+    """One direction: decay (B, T, D), x (B, T, 2, D), angle (1 or B, T, D)."""
     cos, sin = torch.cos(angle).to(x.dtype), torch.sin(angle).to(x.dtype)
-    decay = decay.unsqueeze(-2)
-    x = _rotate(x, cos, -sin)
-    h = _chunked_scan(decay, x) if isinstance(x.shape[-3], int) else _symbolic_scan(decay, x)
-    return _rotate(h, cos, sin)
+    h = _chunked_scan(decay.unsqueeze(-2), _rotate(x.flatten(-2), cos, -sin).unflatten(-1, (2, -1)))
+    return _rotate(h.flatten(-2), cos, sin).unflatten(-1, (2, -1))
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    re, im = x[..., 0, :], x[..., 1, :]
-    return torch.stack([re * cos - im * sin, re * sin + im * cos], dim=-2)
+    """x (..., 2D) = [Re | Im], turned."""
+    re, im = x.chunk(2, dim=-1)
+    return torch.cat([re * cos - im * sin, re * sin + im * cos], dim=-1)
 
 
 def _chunked_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -121,52 +127,174 @@ def _chunked_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     T = x.shape[1]
     C = math.ceil(math.sqrt(T))
     N = (T + C - 1) // C
-    padding = [0, 0, 0, 0, 0, N * C - T]
-    decays = F.pad(decay, padding).unflatten(1, (N, C)).unbind(2)  # C of (B, N, 1, D)
-    xs = F.pad(x, padding).unflatten(1, (N, C)).unbind(2)
-
-    h, reach = xs[0], decays[0]
-    local, reaches = [h], [reach]
-    for i in range(1, C):
-        h = torch.addcmul(xs[i], decays[i], h)
-        reach = reach * decays[i]
-        local.append(h)
-        reaches.append(reach)
-
-    # h and reach are now those of each chunk's last token
-    carry = torch.zeros_like(h[:, 0])
+    if N * C > T:
+        decay, x = _pad_tokens(decay, N * C - T), _pad_tokens(x, N * C - T)
+    local, reach = _local_scan(decay.unflatten(1, (N, C)), x.unflatten(1, (N, C)))
+    # the last states of the chunks, one after the other
+    ends, reaches = local[:, :, -1:].split(1, dim=1), reach[:, :, -1:].split(1, dim=1)
+    carry = torch.zeros_like(ends[0])
     carries = [carry]
     for n in range(N - 1):
-        carry = torch.addcmul(h[:, n], reach[:, n], carry)
+        carry = torch.addcmul(ends[n], reaches[n], carry)
         carries.append(carry)
-    entering = torch.stack(carries, dim=1).unsqueeze(2)  # (B, N, 1, 2, D)
-    states = torch.addcmul(torch.stack(local, dim=2), torch.stack(reaches, dim=2), entering)
+    states = torch.addcmul(local, reach, torch.cat(carries, dim=1))
     return states.flatten(1, 2)[:, :T]
 
 
-def _symbolic_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The same recurrence over dim -3 when its length is symbolic: chunks of a fixed length, carries by doubling.
+def _pad_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Sequences (B, T, ...) with zeros after their last token."""
+    return F.pad(x, [0, 0] * (x.dim() - 2) + [0, count])
 
-    Chunks are gathered, with at least one to spare: padding and reshaping to a multiple of the chunk make the exporter
-    compare lengths, and its program then refuses images of some sizes.
+
+def _local_scan(decay: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence within each chunk from zero, and the product of decays up to each token; along dim 2."""
+    decays, xs = decay.split(1, dim=2), x.split(1, dim=2)
+    states, reaches = [xs[0]], [decays[0]]
+    for i in range(1, len(xs)):
+        states.append(torch.addcmul(xs[i], decays[i], states[-1]))
+        reaches.append(reaches[-1] * decays[i])
+    return torch.cat(states, dim=2), torch.cat(reaches, dim=2)
+
+
+def _exported_scan(decay: torch.Tensor, x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+    """complex_scan as a graph of few operators, none in float64, for a fixed or a symbolic length.
+
+    Runtimes fuse none of this: their time goes into reading and writing. So both directions share the decays, neither
+    is flipped, and angles count from the start of each chunk, which makes them constants of the graph at any length.
+    Chunks are scanned twice: for the states that leave them, then from those that enter them.
     """
-    T = x.shape[-3]
-    chunks = torch.arange(T // EXPORT_CHUNK + 2, device=x.device)
-    local, reaches = [], []
-    for i in range(EXPORT_CHUNK):
-        # past the end the last token is repeated, which affects no real token
-        source = (chunks * EXPORT_CHUNK + i).clamp(max=T - 1)
-        step, h = decay.index_select(-3, source), x.index_select(-3, source)  # (..., N, 1, D), (..., N, 2, D)
-        local.append(torch.addcmul(h, step, local[-1]) if local else h)
-        reaches.append(reaches[-1] * step if reaches else step)
+    B, T, _, D = x.shape
+    C, N = _export_chunks(T)
+    decays = _fill_chunks(decay, C, N).unsqueeze(-2)  # (B, N, C, 1, D)
+    x = _fill_chunks(x.flatten(2), C, N).reshape(1, B * N, C, 2 * D)
+    angle = theta.double()
+    inputs, units = [], []
+    for k in range(theta.shape[0]):
+        cos, sin = _powers(angle[k], C, x.dtype)
+        units.append((cos, sin) if k == 0 else (cos.flip(1), sin.flip(1)))
+        turned = _rotate(x, units[k][0], -units[k][1])
+        inputs.append(turned.reshape(B, N, C, 2, D).split(1, dim=2))
+    steps = decays.split(1, dim=2)
+    leaving = [_states(steps, xs, None, k == 1)[-1] for k, xs in enumerate(inputs)]
+    entering = _entering_states(decays.prod(2), leaving, C * angle)
+    directions = []
+    for k, xs in enumerate(inputs):
+        states = _states(steps, xs, entering[k], k == 1)
+        h = torch.cat(states if k == 0 else states[::-1], dim=2)
+        directions.append(_rotate(h.reshape(1, B * N, C, 2 * D), *units[k]))
+    return _first(reduce(torch.add, directions).reshape(B, N * C, 2, D), T)
 
+
+def _exported_turns(decay: torch.Tensor, x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+    """_exported_scan with a rotation of each token's own, (B, T, K, D), which is taken out of the whole sequence."""
+    directions = []
+    for k, angle in enumerate(turned_angles(theta, x.shape[1])):
+        cos, sin = (angle.cos(), angle.sin()) if k == 0 else (angle.cos().flip(1), angle.sin().flip(1))
+        turned = _rotate(x.flatten(2), cos, -sin).reshape(x.shape)
+        # the remaining recurrence is real: a direction without rotation
+        still = theta.new_zeros(1, theta.shape[-1])
+        if k == 1:
+            h = _exported_scan(decay.flip(1), turned.flip(1), still).flip(1)
+        else:
+            h = _exported_scan(decay, turned, still)
+        directions.append(_rotate(h.flatten(2), cos, sin).reshape(x.shape))
+    return reduce(torch.add, directions)
+
+
+def _export_chunks(T: int) -> tuple[int, int]:
+    """Length and number of the chunks of an exported scan."""
+    if isinstance(T, int):
+        # the fewest tokens to fill up
+        C = min(range(min(T, 6), 12), key=lambda C: (-T % C, abs(C - EXPORT_CHUNK)))
+        return C, (T + C - 1) // C
+    # at least two chunks, since the exporter takes one for a constant
+    return EXPORT_CHUNK, (T + 2 * EXPORT_CHUNK - 1) // EXPORT_CHUNK
+
+
+def _fill_chunks(x: torch.Tensor, C: int, N: int) -> torch.Tensor:
+    """Sequences (B, T, ...) with zeros at their end, in chunks (B, N, C, ...)."""
+    if not isinstance(N, int):
+        x = _first(_pad_tokens(x, 2 * C - 1), N * C)
+    elif x.shape[1] < N * C:
+        x = _pad_tokens(x, N * C - x.shape[1])
+    return x.unflatten(1, (N, C))
+
+
+def _first(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The first tokens of sequences (B, T, ...)."""
+    if isinstance(count, int):
+        return x[:, :count]
+    # for a slice the exporter compares the two lengths, and its program then refuses images of some sizes
+    return x.index_select(1, torch.arange(count, device=x.device))
+
+
+def _powers(angle: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Real and imaginary parts of exp(i n angle), n < count, each (1, count, D), in a dtype; angle (D,) in float64."""
+    if isinstance(count, int):
+        angles = angle * torch.arange(count, device=angle.device).double().view(1, -1, 1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+    # exact without float64: whole turns are dropped from a product that float32 holds, n below 2**11 by 12 bits
+    turns = angle / (2 * math.pi)
+    turns = turns - turns.floor()
+    high = (turns * 4096).round() / 4096
+    low = (turns - high).to(dtype)
+    n = torch.arange(count, device=angle.device).to(dtype).view(1, -1, 1)
+    turned = n * high.to(dtype)
+    angles = (turned - turned.floor() + n * low) * (2 * math.pi)
+    return angles.cos(), angles.sin()
+
+
+def _states(
+    decays: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], h: torch.Tensor | None, backward: bool
+) -> list[torch.Tensor]:
+    """h = decay h + x, one step after the other from the first or, backward, from the last; None is a state of zero."""
+    states = []
+    for decay, x in zip(decays, xs, strict=True) if not backward else zip(decays[::-1], xs[::-1], strict=True):
+        h = x if h is None else x + decay * h
+        states.append(h)
+    return states
+
+
+def _entering_states(reach: torch.Tensor, leaving: list[torch.Tensor], angle: torch.Tensor) -> list[torch.Tensor]:
+    """The state that enters each chunk, (B, N, 1, 2, D) for each direction.
+
+    Args:
+        reach: product of each chunk's decays, (B, N, 1, D).
+        leaving: the state after each chunk that begins with zero, (B, N, 1, 2, D) for each direction.
+        angle: turned by a chunk, (K, D).
+    """
+    B, N, _, _, D = leaving[0].shape
+    units = [_powers(a, N, reach.dtype) for a in angle]
+    # from here on all directions are sequences from first to last
+    ends, reaches = [], []
+    for k, h in enumerate(leaving):
+        h = h.reshape(1, B, N, 2 * D)
+        cos, sin = units[k]
+        ends.append(_rotate(h if k == 0 else h.flip(2), cos, -sin).reshape(B, N, 1, 2, D))
+        reaches.append((reach if k == 0 else reach.flip(1)).unsqueeze(2))
+    decay, x = torch.cat(reaches, dim=2), torch.cat(ends, dim=2)  # (B, N, K, 1, D), (B, N, K, 2, D)
+    states = _chunked_scan(decay, x) if isinstance(N, int) else _symbolic_scan(decay, x)
+    states = _first(F.pad(states, [0, 0, 0, 0, 0, 0, 1, 0]), N)
+    entering = []
+    for k, h in enumerate(states.split(1, dim=2)):
+        h = _rotate(h.reshape(1, B, N, 2 * D), *units[k])
+        entering.append((h if k == 0 else h.flip(2)).reshape(B, N, 1, 2, D))
+    return entering
+
+
+def _symbolic_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """h_t = decay_t h_(t-1) + x_t over dim 1 of a symbolic length: chunks of a fixed length, carries by doubling."""
+    T = x.shape[1]
+    C, N = _export_chunks(T)
+    local, reach = _local_scan(_fill_chunks(decay, C, N), _fill_chunks(x, C, N))
     # nothing enters the first chunk; indices before it are clamped to it and so contribute nothing
-    previous, has_previous = (chunks - 1).clamp(min=0), (chunks > 0).to(x.dtype).view(-1, 1, 1)
-    entering = local[-1].index_select(-3, previous) * has_previous
-    reach = reaches[-1].index_select(-3, previous) * has_previous
+    chunks = torch.arange(N, device=x.device)
+    has_previous = (chunks > 0).to(x.dtype).view(-1, 1, 1, 1)
+    previous = (chunks - 1).clamp(min=0)
+    h = local[:, :, -1].index_select(1, previous) * has_previous
+    decay = reach[:, :, -1].index_select(1, previous) * has_previous
     for level in range(EXPORT_LEVELS):
         source = (chunks - 2**level).clamp(min=0)
-        entering = torch.addcmul(entering, reach, entering.index_select(-3, source))
-        reach = reach * reach.index_select(-3, source)
-    states = torch.addcmul(torch.stack(local, dim=-3), torch.stack(reaches, dim=-3), entering.unsqueeze(-3))
-    return states.flatten(-4, -3).index_select(-3, torch.arange(T, device=x.device))
+        h = torch.addcmul(h, decay, h.index_select(1, source))
+        decay = decay * decay.index_select(1, source)
+    return _first(torch.addcmul(local, reach, h.unsqueeze(2)).flatten(1, 2), T)

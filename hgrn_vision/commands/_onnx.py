@@ -48,9 +48,11 @@ def write_onnx(loaded: LoadedModel, path: Path, input_name: str = "images") -> N
     """ONNX operators; the metadata are properties of the file, their values JSON."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    program = torch.onnx.export(
-        trace(loaded), dynamo=True, verbose=False, input_names=[input_name], output_names=["logits"]
-    )
+    from ._onnx_fusion import OPSET, fuse_rotations
+
+    names = dict(input_names=[input_name], output_names=["logits"])
+    program = torch.onnx.export(trace(loaded), dynamo=True, verbose=False, opset_version=OPSET, **names)
+    fuse_rotations(program.model)
     # stack traces of the operators: a tenth of the file, with paths of this machine
     ClearMetadataAndDocStringPass()(program.model)
     program.model.metadata_props.update({key: json.dumps(value) for key, value in describe(loaded).items()})

@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="onnx", help="file format (default onnx); web: a page")
     parser.add_argument("--output", metavar="PATH", help="output file or page folder (default: the model's name)")
     parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the images (default: as trained)")
+    parser.add_argument(
+        "--fixed-size",
+        action="store_true",
+        help="take images of this size only, still any number of them: a smaller graph that runs faster",
+    )
     parser.add_argument("--force", action="store_true", help="overwrite the file, or an earlier page")
     parser.add_argument("--int8", action="store_true", help="onnx, web: weights of 8 bits, checked on images")
     parser.add_argument(
@@ -100,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_model(args.model, "cpu", args.img_size, exportable=True)
     if not hasattr(loaded.model, "recurrences"):
         raise ValueError(f"{loaded.name} is not an HGRN model; timm has export scripts for its own")
+    if args.fixed_size:
+        loaded.model.dynamic_img_size = False
     # fails here, with the model's own message, if the model refuses this size
     loaded.model(torch.zeros(1, *loaded.spec.input_size))
     if web:
@@ -118,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
             kind.write(loaded, partial)
         # against the model as everyone uses it, not the variant of plain operators that was exported
         reference = load_model(args.model, "cpu", args.img_size)
+        reference.model.dynamic_img_size = loaded.model.dynamic_img_size
         exact = partial / _web.MODEL if web else partial
         worst = largest_difference(reference, "onnx" if web else args.format, exact)
         if not worst <= TOLERANCE:

@@ -152,6 +152,42 @@ def test_fixed_size(arguments, tmp_path):
         torch.testing.assert_close(program(images), loaded.model(images), atol=1e-5, rtol=1e-5)
 
 
+def test_fixed_size_on_request(run, tmp_path):
+    path = tmp_path / "flowers.onnx"
+    assert main(["export", str(run), "--fixed-size", "--output", str(path)]) == 0
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    assert json.loads(session.get_modelmeta().custom_metadata_map["any_size"]) is False
+    assert session.get_inputs()[0].shape[1:] == [3, 16, 16]
+    for count in (1, 4):
+        images = np.random.RandomState(1).standard_normal((count, 3, 16, 16)).astype(np.float32)
+        np.testing.assert_allclose(session.run(None, {"images": images})[0], answers(run, images), atol=1e-4)
+
+
+def onnx_graph(folder, fixed_size, **arguments):
+    loaded = load_model(str(save(folder, **arguments)), "cpu", exportable=True)
+    loaded.model.dynamic_img_size = not fixed_size
+    export.write_onnx(loaded, folder / "model.onnx")
+    return onnx.shape_inference.infer_shapes(onnx.load(folder / "model.onnx"), strict_mode=True).graph
+
+
+@pytest.mark.parametrize("fixed_size", [False, True], ids=["any size", "fixed size"])
+def test_onnx_operators(fixed_size, tmp_path):
+    """Rotations are one operator each, and nothing is in float64, which WebGPU does not have."""
+    graph = onnx_graph(tmp_path, fixed_size)
+    assert sum(node.op_type == "RotaryEmbedding" for node in graph.node) == 8
+    types = {tensor.data_type for tensor in graph.initializer}
+    types |= {value.type.tensor_type.elem_type for value in [*graph.value_info, *graph.input, *graph.output]}
+    assert onnx.TensorProto.FLOAT in types and onnx.TensorProto.DOUBLE not in types
+
+
+def test_number_of_onnx_operators(tmp_path):
+    """A graph of 14 x 14 patches and 12 blocks has 2,000 operators at most."""
+    one, two = (
+        len(onnx_graph(tmp_path / str(depth), True, depth=depth, img_size=224, patch_size=16).node) for depth in (1, 2)
+    )
+    assert one + 11 * (two - one) <= 2000
+
+
 def test_a_file_that_differs_is_removed(run, tmp_path, monkeypatch, capsys):
     loads = []
 

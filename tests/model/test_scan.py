@@ -5,7 +5,7 @@ import torch
 from scan_cases import inputs, relative_error, with_grads
 
 from hgrn_vision import hgru_scan
-from hgrn_vision.kernels import reference, torch_scan
+from hgrn_vision.kernels import reference
 
 SHAPES = [(1, 1, 1), (2, 2, 3), (2, 37, 5), (1, 196, 16), (3, 64, 7)]
 
@@ -43,13 +43,50 @@ def test_a_large_grid_matches_reference():
         assert relative_error(got[name], want[name]) < 1e-12, name
 
 
-@pytest.mark.parametrize("T", [1, 2, 16, 37, 196])
-def test_the_algorithm_for_symbolic_lengths_matches_reference(T):
-    x, lower_bound, theta, _ = inputs(2, T, 5, 1, 3, grad=False)
-    decay = lower_bound + (1 - lower_bound) * torch.sigmoid(x[..., 10:]).unsqueeze(-2)  # (B, T, 1, D)
-    c = torch.nn.functional.silu(x[..., :10]).unflatten(-1, (2, 5))
-    h = torch_scan._symbolic_scan(decay, (1 - decay) * c).flatten(-2)
-    assert relative_error(h, reference.hgru_scan(x, lower_bound, torch.zeros_like(theta))) < 1e-12
+class Scan(torch.nn.Module):
+    """The scan of images (B, rows, columns, 5D) as a module, since only modules are exported."""
+
+    def __init__(self, lower_bound, theta):
+        super().__init__()
+        self.register_buffer("lower_bound", lower_bound)
+        self.register_buffer("theta", theta)
+
+    def forward(self, x):
+        return hgru_scan(x.flatten(1, 2), self.lower_bound, self.theta, backend="torch")
+
+
+def exported_scan(rows, columns, K, dtype, dynamic):
+    x, lower_bound, theta, _ = inputs(2, rows * columns, 3, K, 5, dtype=dtype, grad=False)
+    sides = {i: torch.export.Dim(f"side{i}", min=2, max=128) for i in (1, 2)} if dynamic else None
+    args = (x.unflatten(1, (rows, columns)),)
+    return torch.export.export(Scan(lower_bound, theta), args, dynamic_shapes=(sides,), strict=False).module()
+
+
+def error_of(program, rows, columns, K, dtype, memory=0):
+    x, *_ = inputs(2, rows * columns, 3, K, 5, dtype=dtype, grad=False)
+    x[..., 6:9] += memory
+    want = reference.hgru_scan(x, program.lower_bound, program.theta)
+    return relative_error(program(x.unflatten(1, (rows, columns))), want)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_an_exported_graph_for_any_size_matches_reference(K):
+    program = exported_scan(5, 10, K, torch.float64, dynamic=True)
+    for size in ((2, 2), (3, 3), (2, 4), (5, 5), (7, 7), (3, 21), (8, 8), (5, 13), (14, 14), (31, 33)):
+        assert error_of(program, *size, K, torch.float64) < 1e-12, size
+
+
+def test_an_exported_graph_is_exact_in_float32_for_the_largest_size():
+    program = exported_scan(5, 10, 2, torch.float32, dynamic=True)
+    # with gates this open, states remember all of it
+    assert error_of(program, 128, 128, 2, torch.float32, memory=12) < 1e-5
+
+
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("T", [1, 2, 5, 13, 37, 97, 196])
+def test_an_exported_graph_for_one_size_matches_reference(T, K):
+    program = exported_scan(1, T, K, torch.float64, dynamic=False)
+    assert error_of(program, 1, T, K, torch.float64) < 1e-12
 
 
 def test_torch_backend_is_vectorised_over_tokens():
