@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fixed-size",
         action="store_true",
-        help="take images of this size only, still any number of them: a smaller graph that runs faster",
+        help="take images of this size only, still any number of them: a smaller graph",
     )
     parser.add_argument("--force", action="store_true", help="overwrite the file, or an earlier page")
     parser.add_argument("--int8", action="store_true", help="onnx, web: weights of 8 bits, checked on images")
