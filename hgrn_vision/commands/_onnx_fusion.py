@@ -1,13 +1,17 @@
 """Operators of ONNX that PyTorch's exporter does not use by itself."""
 
-import onnx_ir as ir
-from onnxscript.rewriter import pattern, rewrite
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onnx_ir import Model
 
 OPSET = 23  # the first with RotaryEmbedding
 
 
-def fuse_rotations(model: ir.Model) -> None:
+def fuse_rotations(model: "Model") -> None:
     """Replace each rotation of complex numbers, eight operators, by the one that reads and writes memory once."""
+    from onnxscript.rewriter import pattern, rewrite
+
     rewrite(model, [pattern.RewriteRule(_rotation, _rotary_embedding, _is_rotation)])
 
 

@@ -90,7 +90,7 @@ DISTILL = Recipe(
         "epochs": 30,
         "batch_size": 256,
         "micro_batch": 64,
-        # from as many samples a student learns about twice as much as with AdamW (docs/starter.md)
+        # in short trials a student learnt more from as many samples than with AdamW
         "opt": "muon",
         "lr": 5e-3,
         "weight_decay": 0.05,

@@ -125,6 +125,7 @@ ELSEWHERE = {  # recipe settings that other tests see the effect of: of data sou
         "teacher_std",
         "distill",
         "pack",
+        "views",
         "first_sizes",
         "distill_weight",
         "distill_temperature",

@@ -88,7 +88,9 @@ def test_a_model_folder_is_replaced_as_a_whole(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert {path.name for path in (tmp_path / "model").iterdir()} == {"config.json", "model.safetensors"}
     described = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert described["model_args"] == {**config.model_args, "img_size": 8, "drop_path_rate": 0.25}
+    # timm adds arguments of its own since 1.0.31
+    assert described["model_args"].items() >= {**config.model_args, "drop_path_rate": 0.25}.items()
+    assert described["model_args"]["img_size"] in (8, [8, 8])
     assert holds_weights(tmp_path / "model", model.state_dict())
 
 
