@@ -27,7 +27,7 @@ def quantize(source: Path, target: Path, calibration: Iterator[np.ndarray] | Non
     """A file whose linear layers multiply bytes; convolutions and the scan stay in float32.
 
     Without calibration every call measures the range of its activations, which is as fast and nearer to the model:
-    hgrn_deit_tiny at 224 pixels, batch 8, two cores with VNNI, gives 19.6 images/s in float32, 29.0 like this, 29.3
+    hgrn_deit_tiny at 224 pixels, batch 8, two cores with VNNI, gave 19.6 images/s in float32, 29.0 like this, 29.3
     calibrated, and 21.6 with unsigned weights, which VNNI does not take. Those figures are of weights with all eight
     bits; seven are as fast (29.4 calibrated) and do not saturate without VNNI either, where pairs of products are added
     in 16 bits. Logits are then off by 0.51% like this and by 0.55% calibrated, on 64 photographs.
