@@ -31,7 +31,7 @@ def nearest(hashes: np.ndarray, others: np.ndarray, block: int = 1024) -> tuple[
     """For each of `hashes` (n, 32) the number of the nearest of `others` (m, 32), and how many bits differ."""
     signs = _signs(others)
     which, bits = np.empty(len(hashes), np.int64), np.empty(len(hashes), np.int64)
-    # one buffer for all blocks: where freed memory is kept for training, a new one each time would add up to many GB
+    # one buffer for all blocks: where freed memory is kept for training, new ones can add up to many GB
     agreement = torch.empty(block, len(others))
     for start in range(0, len(hashes), block):
         rows = slice(start, start + block)
