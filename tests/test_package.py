@@ -105,7 +105,7 @@ TABLE = [
     ),
     (
         "hgrn_vision/commands",
-        "__init__ _flags _console _dataset_check _onnx _onnx_fusion _quantize _run_exported _study_display _web "
+        "__init__ _flags _console _dataset_check _onnx _onnx_model _quantize _run_exported _study_display _web "
         "bench compare digits distill doctor evaluate explain export finetune models pathfinder predict publish train",
         ("commands", "inference", "train", "report", "data", "files", "randomness", "version", *MODEL, "kernels"),
     ),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from ..inference.pretrained import LoadedModel
@@ -48,11 +49,12 @@ def write_onnx(loaded: LoadedModel, path: Path, input_name: str = "images") -> N
     """ONNX operators; the metadata are properties of the file, their values JSON."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    from ._onnx_fusion import OPSET, fuse_rotations
+    from ._onnx_model import OPSET, OnnxModel, expand_scans
 
     names = dict(input_names=[input_name], output_names=["logits"])
-    program = torch.onnx.export(trace(loaded), dynamo=True, verbose=False, opset_version=OPSET, **names)
-    fuse_rotations(program.model)
+    traced = trace(loaded, OnnxModel(loaded.model))
+    program = torch.onnx.export(traced, dynamo=True, verbose=False, opset_version=OPSET, **names)
+    expand_scans(program.model)
     # stack traces of the operators: a tenth of the file, with paths of this machine
     ClearMetadataAndDocStringPass()(program.model)
     program.model.metadata_props.update({key: json.dumps(value) for key, value in describe(loaded).items()})
@@ -79,15 +81,15 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-def trace(loaded: LoadedModel) -> ExportedProgram:
-    """The model as a graph of aten operators for any number of images, and of any size where it can be."""
+def trace(loaded: LoadedModel, model: nn.Module | None = None) -> ExportedProgram:
+    """The model, or another form of it, as a graph for any number of images, and of any size where it can be."""
     dynamic = {0: Dim("batch")}
     if takes_any_size(loaded):
         height, width = loaded.model.patch_embed.patch_size
         dynamic[2] = height * Dim("rows", min=2, max=MOST_PATCHES)
         dynamic[3] = width * Dim("columns", min=2, max=MOST_PATCHES)
     images = torch.zeros(2, *loaded.spec.input_size)
-    return torch.export.export(loaded.model, (images,), dynamic_shapes=(dynamic,), strict=False)
+    return torch.export.export(model or loaded.model, (images,), dynamic_shapes=(dynamic,), strict=False)
 
 
 def sides(loaded: LoadedModel) -> list[tuple[int, int]]:
