@@ -174,7 +174,8 @@ def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optim
     """The optimizer over the parameters of `module`; timm leaves out the options that it does not have."""
     # timm's Muon orthogonalizes in bfloat16, which most CPUs emulate: a step then takes several times as long
     on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
-    muon.zeropower_via_newtonschulz = partial(_newton_schulz, dtype=torch.float32) if on_cpu else _newton_schulz
+    emulated = on_cpu and config.precision != "bf16"
+    muon.zeropower_via_newtonschulz = partial(_newton_schulz, dtype=torch.float32) if emulated else _newton_schulz
     # torch's fused AdamW makes one pass over the weights instead of a dozen, on CPUs too
     fused = {"fused": True} if config.opt == "adamw" else {}
     try:

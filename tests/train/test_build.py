@@ -89,14 +89,16 @@ class Dtypes(TorchDispatchMode):
         return out
 
 
-def test_muon_keeps_to_float32_on_cpus():
+@pytest.mark.parametrize("precision, halved", [("auto", False), ("fp32", False), ("bf16", True)])
+def test_muon_keeps_to_float32_on_cpus_unless_they_train_in_bfloat16(precision, halved):
     model = torch.nn.Linear(8, 16)
-    optimizer = build_optimizer(digits(opt="muon"), model)
+    optimizer = build_optimizer(digits(opt="muon", precision=precision), model)
     model(torch.randn(3, 8)).square().sum().backward()
     before = model.weight.clone()
     with Dtypes() as dtypes:
         optimizer.step()
-    assert dtypes.seen == {torch.float32} and not torch.equal(model.weight, before)
+    assert dtypes.seen == {torch.float32} | ({torch.bfloat16} if halved else set())
+    assert not torch.equal(model.weight, before)
 
 
 def test_machine_settings_reach_the_model(monkeypatch):
