@@ -14,35 +14,35 @@ from ..data.spec import DataSpec
 from .config import TrainConfig
 from .teachers import Teacher
 
-# whatever changes a view, or how the teacher sees it, belongs to other answers
+# settings that change what a view looks like; a run that changes one of them keeps its answers in another file
 VIEW_SETTINGS = ("views", "scale", "ratio", "hflip", "vflip", "color_jitter", "auto_augment")
 
 
 class KeptAnswers:
-    """Logits (float16) by the number of a view, each with a checksum; views without a valid one are unanswered.
+    """The logits (float16) of every view, by its number; a view whose checksum does not match has no answer yet.
 
-    The processes of a machine share the file's memory. A micro-batch is always the same images, so that a run which is
-    killed and continued finds the very answers that it would have been given.
+    The processes of a machine share the file's memory. A resumed run repeats the same micro-batches, so the answers it
+    finds are those that it would have been given.
     """
 
     def __init__(self, path: Path, views: int, classes: int) -> None:
         size = views * (4 + 2 * classes)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
-            # now, while a full disk is an error and not yet a crash
+            # reserve the space now: writing to mapped memory on a full disk would kill the process
             getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(file.fileno(), 0, size)
         self.checksums = np.memmap(path, np.uint32, "r+", 0, (views,))
         self.logits = np.memmap(path, np.float16, "r+", 4 * views, (views, classes))
 
     def lookup(self, views: np.ndarray, ask: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """The answers (B, classes) to views (B,); `ask` gives those to the positions that have none yet."""
+        """The answers (B, classes) to views (B,); `ask` is called with the positions that have none yet."""
         answers = self.logits[views]
         checksums = [_checksum(answer) for answer in answers]
         missing = np.flatnonzero(self.checksums[views] != checksums)
         if len(missing):
             answers[missing] = ask(missing)
             self.logits[views[missing]] = answers[missing]
-            # last: an answer that was half written when the process was killed does not count
+            # last, so that an answer does not count if the process is killed halfway through writing it
             self.checksums[views[missing]] = [_checksum(row) for row in answers[missing]]
         return answers
 
@@ -56,12 +56,12 @@ class KeptAnswers:
 
 
 def _checksum(answer: np.ndarray) -> int:
-    # 0 is what an empty file holds
+    # never 0, which is what a new file is filled with
     return zlib.crc32(answer.tobytes()) or 1
 
 
 def answers_path(config: TrainConfig, photos: PackedPhotos, teacher: Teacher, spec: DataSpec) -> Path:
-    """Where the answers of this teacher to these views are kept, whichever run asks."""
+    """The file for this teacher's answers to these views; all runs that ask the same share it."""
     digest = hashlib.sha256(photos.checksums.tobytes() + photos.names.tobytes())
     settings = [getattr(config, name) for name in VIEW_SETTINGS]
     digest.update(repr((teacher.digest, teacher.spec, spec, settings)).encode())

@@ -1,4 +1,4 @@
-"""From settings to a model, its loss, its optimizer and its schedule; all of them timm's."""
+"""From settings to a model, its loss, its optimizer and its schedule, built with timm."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +31,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(config: TrainConfig, num_classes: int, pretrained: bool = False) -> nn.Module:
-    """The model with a head for `num_classes`, its initial weights a function of the seed."""
+    """The model with a head for `num_classes` classes; new weights depend on the seed alone."""
     seed_weights(config.seed)
     arguments = dict(config.model_args)
     if config.drop_path:
@@ -61,7 +61,7 @@ def _create(name: str, num_classes: int, pretrained: bool, arguments: dict[str, 
 
 def load_body(model: nn.Module, weights: Mapping[str, torch.Tensor], seed: int) -> None:
     """Load all weights except those of the head, which is new; patches are resampled to the model's size."""
-    # not the head that the model was created with: a run with the same seed may have trained these weights for it
+    # not the head that the model was created with: a run with the same seed may have trained these weights with it
     seed_weights(seed, 2)
     model.reset_classifier(model.num_classes)
     head = _head(model)
@@ -77,10 +77,10 @@ def load_body(model: nn.Module, weights: Mapping[str, torch.Tensor], seed: int) 
 
 
 def freeze(model: nn.Module, part: str) -> None:
-    """Freeze a part of the model: 'body' is all but the head, a number that many layers counted from the image."""
+    """Freeze a part of the model: 'body' is all but the head, a number is that many layers, counted from the input."""
     if not part:
         return
-    # the layers of layer decay: the patch embedding, each block, then the last norm with the head
+    # the layers that layer decay counts: the patch embedding, each block, then the last norm with the head
     layer = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
     head = _head(model)
     if part == "body":
@@ -113,7 +113,7 @@ def data_spec(config: TrainConfig, model: nn.Module) -> DataSpec:
 
 
 def describe_model(model: nn.Module, spec: DataSpec) -> None:
-    """Write what the model is trained on into its own description, where whoever loads it will find it."""
+    """Record the pixels that the model is trained on in its pretrained_cfg, so that they are saved with it."""
     model.pretrained_cfg = {**model.pretrained_cfg, **spec._asdict(), "num_classes": model.num_classes}
 
 
@@ -127,13 +127,13 @@ def rebuild_model(checkpoint: Checkpoint) -> nn.Module:
 
 
 def autocast(config: TrainConfig, device: torch.device) -> AbstractContextManager:
-    """The precision of the forward pass."""
+    """The context in which a forward pass runs in the configured precision."""
     dtype = DTYPES[precision(config, device)]
     return torch.autocast(device.type, dtype) if dtype else nullcontext()
 
 
 def precision(config: TrainConfig, device: torch.device) -> str:
-    """The name of the precision, auto resolved."""
+    """The name of the precision, with auto resolved for the device."""
     if config.precision != "auto":
         return config.precision
     return "bf16" if device.type == "cuda" else "fp32"
@@ -148,7 +148,7 @@ def build_teacher(config: TrainConfig, device: torch.device) -> Teacher | None:
 
 
 def build_task(config: TrainConfig, model: nn.Module, device: torch.device, teacher: Teacher | None) -> TrainingTask:
-    """The training loss: of the labels where there are any, and of a teacher's answers where there is one."""
+    """The training loss: from labels, a teacher's answers, or both."""
     criterion = SoftTargetCrossEntropy() if config.loss == "ce" else BinaryCrossEntropy(smoothing=0.0)
     if teacher is None:
         return ClassificationTask(model, criterion, device=device, verbose=False)
@@ -158,7 +158,7 @@ def build_task(config: TrainConfig, model: nn.Module, device: torch.device, teac
             f"teacher {teacher.name} has {teacher.num_classes} classes, the data {model.num_classes}; "
             "only --distill features works across classes"
         )
-    seed_weights(config.seed, 1)  # for the projection between the two maps
+    seed_weights(config.seed, 1)  # for the projection from the student's map to the teacher's
     return DistillationTask(
         model,
         None if config.photos else criterion,
@@ -171,8 +171,8 @@ def build_task(config: TrainConfig, model: nn.Module, device: torch.device, teac
 
 
 def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the parameters of `module`; timm leaves out the options that it does not have."""
-    # timm's Muon orthogonalizes in bfloat16, which most CPUs emulate: a step then takes several times as long
+    """The optimizer over the parameters of `module`; timm drops options that the optimizer does not have."""
+    # timm's Muon orthogonalizes in bfloat16, which most CPUs only emulate: a step then takes several times as long
     on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
     emulated = on_cpu and config.precision != "bf16"
     muon.zeropower_via_newtonschulz = partial(_newton_schulz, dtype=torch.float32) if emulated else _newton_schulz
@@ -195,7 +195,7 @@ def build_optimizer(config: TrainConfig, module: nn.Module) -> torch.optim.Optim
 
 
 def build_scheduler(config: TrainConfig, optimizer: torch.optim.Optimizer, steps: int) -> Scheduler:
-    """The learning rate as a function of the number of updates, `steps` of them per epoch."""
+    """The learning rate as a function of the number of updates, with `steps` updates per epoch."""
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=config.sched,

@@ -1,7 +1,7 @@
-"""Checkpoints: safetensors files with the rest of the state as JSON and a checksum beside the tensors.
+"""Checkpoints: safetensors files whose metadata holds the rest of the state as JSON, and a checksum.
 
-Nothing is ever unpickled. A file is written whole and read back before it replaces another, so that a crash or a full
-disk leaves the last good checkpoint as it is.
+Nothing is ever unpickled. A file is written completely and read back before it replaces another, so that a crash or a
+full disk leaves the last good checkpoint intact.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ def checksum(tensors: Tensors, state: str) -> str:
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to `path`, whole and verified."""
+    """Write a checkpoint and read it back before it takes the name `path`."""
     tensors: Tensors = {}
     # not asdict, which would copy every tensor
     state = json.dumps(pack({item.name: getattr(checkpoint, item.name) for item in fields(checkpoint)}, tensors))
@@ -102,7 +102,7 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def _same_file(source: Path, target: Path) -> None:
-    """Make `target` another name of `source`, which is never written again, or a copy where there are no links."""
+    """Make `target` a hard link to `source`, or a copy where links are not supported; neither is ever modified."""
     with whole_file(target) as temporary:
         temporary.unlink()
         try:
@@ -112,7 +112,7 @@ def _same_file(source: Path, target: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file was written by a run, which keeps its state beside the tensors."""
+    """Whether a file is the checkpoint of a run: a safetensors file with the run's state in its metadata."""
     try:
         with safe_open(path, framework="pt") as file:
             return "state" in (file.metadata() or {})
@@ -121,11 +121,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a checkpoint and verify its checksum; CheckpointError if anything is wrong with it."""
+    """Read a checkpoint and verify its checksum; raises CheckpointError if anything is wrong with it."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            # copies, because the file is replaced while the tensors live on
+            # copies, because the tensors outlive the file, which a later checkpoint replaces
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist") from error
@@ -144,7 +144,7 @@ def read(path: Path) -> Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints folder of a run: last, the one before it, and the best."""
+    """The checkpoints folder of a run: the last checkpoint, the one before it, and the best."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -155,14 +155,14 @@ class Checkpoints:
         self._last_is_good = self.last.exists()
 
     def save(self, checkpoint: Checkpoint, best: bool = False) -> None:
-        """Write the newest checkpoint, which may be the best too; the one before stays until this one is verified."""
+        """Save as the last checkpoint, and as the best one too if `best`; the old last becomes the previous one."""
         for leftover in self.folder.glob("*.tmp"):
             # left by a process that was killed
             leftover.unlink()
         write(self.next, checkpoint)
         if best:
             _same_file(self.next, self.best)
-        # a damaged last must not push out the good one that the run was resumed from
+        # a damaged last checkpoint must not replace the good previous one that the run was resumed from
         if self._last_is_good:
             os.replace(self.last, self.previous)
         os.replace(self.next, self.last)

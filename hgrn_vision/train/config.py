@@ -18,7 +18,7 @@ def recipe(default: Any, help: str) -> Any:
 
 
 def machine(default: Any, help: str) -> Any:
-    """A field that decides where and how fast: free to change between two starts of a run."""
+    """A field that decides where data is read and how fast the run is: it may change when a run is resumed."""
     return _field(default, help, "machine")
 
 
@@ -37,33 +37,33 @@ class TrainConfig:
     dataset: str = recipe("", "name of a timm reader, such as torch/cifar10, hfds/..., wds/...; a folder tree if empty")
     train_split: str = recipe("train", "name of the training split")
     val_split: str = recipe("validation", "name of the validation split; folders may call it val")
-    holdout: float = recipe(0.0, "share of the images held out for validation where there is no validation split")
+    holdout: float = recipe(0.0, "share of the images held out for validation if there is no validation split")
     eval_images: int | None = recipe(None, "validate on this many images only")
-    classes: str = recipe("", "text file of class names, one per line, or their number, for readers that name none")
+    classes: str = recipe("", "file of class names, one per line, or the number of classes, for readers that name none")
     input_key: str = recipe("", "name of the image column or file extension, for readers that have several")
     target_key: str = recipe("", "name of the label column, for readers that have several")
     download: bool = machine(False, "let the reader of --dataset download what is missing")
     max_pixels: int = machine(MAX_PIXELS, "larger images are refused as decompression bombs")
     photos: tuple[str, ...] = machine((), "folders of photographs without labels, for a teacher to label")
     val: str = machine("", "folder of labelled images to validate on, sub-folders named after the teacher's classes")
-    pack: int = recipe(0, "shorter side of the photographs in their packed, decoded form; 0 reads the files themselves")
+    pack: int = recipe(0, "shorter side at which photographs are decoded and packed; 0 reads the files themselves")
     cache: str = machine("", "folder for packed photographs")
-    views: int = recipe(0, "fixed views of each photograph, whose answers are kept; 0 asks the teacher every time")
+    views: int = recipe(0, "fixed views per photograph; the teacher's answers to them are kept; 0 asks it every time")
 
     model: str = recipe("hgrn_deit_tiny", "any timm model name")
     model_args: dict[str, Any] = recipe({}, "constructor arguments, such as patch_size=8 embed_dim=96")
     pretrained: bool = recipe(False, "start from the model's published weights, with a new head")
     img_size: int | None = recipe(None, "side of the square image; the model's own if not given")
-    first_sizes: str = recipe("", "smaller sides to begin with and their epochs: 56x8,70x4 is 8 epochs at 56, 4 at 70")
+    first_sizes: str = recipe("", "smaller image sides to start with: 56x8,70x4 is 8 epochs at 56 pixels, then 4 at 70")
     drop_path: float = recipe(0.0, "stochastic depth rate of the last block")
-    freeze: str = recipe("", "freeze the body (all but the head), or this many layers counted from the image")
+    freeze: str = recipe("", "body freezes all but the head, a number that many layers, counted from the input")
 
     epochs: int = recipe(300, "passes over the training set")
     epoch_steps: int | None = recipe(None, "end each epoch after this many steps")
     patience: int = recipe(0, "end the run after this many epochs without a better top-1; 0 for never")
     balance: bool = recipe(False, "draw every class equally often, however many images it has")
     batch_size: int = recipe(2048, "images in an optimizer step, over all processes")
-    micro_batch: int = recipe(128, "images in one forward pass, the unit of randomness; must be even")
+    micro_batch: int = recipe(128, "images per forward pass, which share a random seed; must be even")
     seed: int = recipe(0, "seed of order, augmentation, mixup, drop path and initial weights")
 
     opt: str = recipe("adamw", "any timm optimizer name")
@@ -73,8 +73,8 @@ class TrainConfig:
     momentum: float = recipe(0.9, "momentum, for the optimizers that have it")
     weight_decay: float = recipe(0.1, "weight decay, not applied to biases, norms and what the model exempts")
     layer_decay: float | None = recipe(None, "factor on the learning rate for each layer further from the head")
-    clip_grad: float = recipe(1.0, "largest gradient norm; 0 does not clip")
-    sched: Literal["cosine", "tanh", "poly"] = recipe("cosine", "learning rate schedule, stepped each update")
+    clip_grad: float = recipe(1.0, "largest gradient norm; 0 turns clipping off")
+    sched: Literal["cosine", "tanh", "poly"] = recipe("cosine", "learning rate schedule, updated at every step")
     warmup_epochs: float = recipe(5.0, "epochs of linear warm-up")
     warmup_lr: float = recipe(1e-6, "learning rate at the first step of the warm-up")
     min_lr: float = recipe(1e-5, "learning rate at the end of the schedule")
@@ -82,21 +82,23 @@ class TrainConfig:
 
     loss: Literal["ce", "bce"] = recipe("ce", "cross entropy, or one binary cross entropy per class")
     smoothing: float = recipe(0.1, "label smoothing")
-    repeats: int = recipe(3, "repeated augmentation: copies of each image in an epoch, which then covers fewer images")
+    repeats: int = recipe(3, "repeated augmentation: copies of each image per epoch, which then covers fewer images")
     auto_augment: str = recipe("rand-m9-mstd0.5-inc1", "timm auto-augment policy; empty for none")
-    color_jitter: float = recipe(0.3, "colour jitter, where there is no auto-augment policy")
-    scale: tuple[float, float] = recipe((0.08, 1.0), "range of the random crop's area")
+    color_jitter: float = recipe(0.3, "colour jitter, used if there is no auto-augment policy")
+    scale: tuple[float, float] = recipe((0.08, 1.0), "range of the random crop's area, as a share of the image")
     ratio: tuple[float, float] = recipe((0.75, 4 / 3), "range of the random crop's aspect ratio")
     hflip: float = recipe(0.5, "probability of a horizontal flip")
     vflip: float = recipe(0.0, "probability of a vertical flip")
     mixup: float = recipe(0.8, "mixup alpha; 0 for none")
     cutmix: float = recipe(1.0, "cutmix alpha; 0 for none")
     mixup_prob: float = recipe(1.0, "probability of mixup or cutmix for a micro-batch")
-    mixup_switch: float = recipe(0.5, "probability of cutmix where both are on")
-    mixup_mode: Literal["batch", "pair", "elem"] = recipe("batch", "what shares one mixing weight")
+    mixup_switch: float = recipe(0.5, "probability of cutmix rather than mixup if both are on")
+    mixup_mode: Literal["batch", "pair", "elem"] = recipe(
+        "batch", "images that share a mixing weight: all, pairs, none"
+    )
     reprob: float = recipe(0.25, "probability of random erasing")
     interpolation: str | None = recipe(None, "resampling filter; the model's own if not given")
-    crop_pct: float | None = recipe(None, "share of the image kept by the centre crop in validation")
+    crop_pct: float | None = recipe(None, "share of the image kept in validation; the model's own if not given")
     mean: tuple[float, float, float] | None = recipe(None, "mean of the pixels; the model's own if not given")
     std: tuple[float, float, float] | None = recipe(
         None, "standard deviation of the pixels; the model's own if not given"
@@ -114,17 +116,15 @@ class TrainConfig:
 
     device: str = machine("auto", "cpu, cuda or another torch device; auto takes a GPU where there is one")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = machine(
-        "auto", "autocast precision; auto is bf16 on GPUs, else fp32"
+        "auto", "autocast precision; auto is bf16 on CUDA devices, else fp32"
     )
     compile: bool = machine(False, "torch.compile the model")
     grad_checkpointing: bool = machine(False, "recompute activations in the backward pass to save memory")
     channels_last: bool = machine(False, "channels_last memory layout")
-    workers: int = machine(8, "loader processes on each rank")
-    threads: int = machine(0, "CPU threads of each rank; 0 leaves torch's choice")
-    save_steps: int = machine(0, "also checkpoint after this many steps, not only after each epoch; 0 for none")
-    save_minutes: float = machine(
-        15.0, "also checkpoint after this many minutes, not only after each epoch; 0 for none"
-    )
+    workers: int = machine(8, "loader processes per rank")
+    threads: int = machine(0, "CPU threads per rank; 0 leaves the choice to torch")
+    save_steps: int = machine(0, "steps between checkpoints within an epoch; 0 for none")
+    save_minutes: float = machine(15.0, "minutes between checkpoints within an epoch; 0 for none")
     timeout_minutes: float = machine(20.0, "longest wait for another rank before the run stops")
     max_bad_fraction: float = machine(0.01, "largest share of unreadable images in a split before the run stops")
     tensorboard: bool = machine(False, "write TensorBoard events into the run folder")
@@ -165,12 +165,12 @@ def _check(config: TrainConfig) -> None:
     ):
         need(getattr(config, name) >= 0, f"{name} must not be negative, got {getattr(config, name)}")
     if config.views:
-        need(config.pack > 0 and bool(config.photos), "views are of packed photographs: distill with --pack SIDE")
+        need(config.pack > 0 and bool(config.photos), "views need packed photographs: use distill with --pack SIDE")
         changed = any((config.mixup, config.cutmix, config.reprob))
-        need(not changed, "mixup, cutmix and reprob change images each time: answers to views cannot be kept")
-        need(config.distill == "logits", f"of views only logits are kept, not {config.distill}")
+        need(not changed, "mixup, cutmix and reprob change a view each time, so answers to it cannot be kept")
+        need(config.distill == "logits", f"views need --distill logits, the only answers kept, got {config.distill}")
     begin = len(sides_by_epoch(config))
-    need(begin < config.epochs or not begin, f"first_sizes takes {begin} epochs and leaves none of the {config.epochs}")
+    need(begin < config.epochs or not begin, f"first_sizes takes {begin} epochs, which leaves none of {config.epochs}")
     known = config.freeze in ("", "body") or config.freeze.isdecimal()
     need(known, f"freeze must be body or a number of layers, got {config.freeze!r}")
     need(config.micro_batch % 2 == 0, f"micro_batch must be even (mixup pairs images), got {config.micro_batch}")
@@ -182,18 +182,18 @@ def _check(config: TrainConfig) -> None:
 
 
 def sides_by_epoch(config: "TrainConfig") -> list[int]:
-    """The side of each of the first epochs; after them it is img_size."""
+    """The image side in each of the first epochs; after them it is img_size."""
     sides = []
     for part in filter(None, config.first_sizes.split(",")):
         side, times, epochs = part.partition("x")
         if not (side.isdecimal() and epochs.isdecimal() and int(side) and int(epochs)):
-            raise ValueError(f"first_sizes is written SIDExEPOCHS,SIDExEPOCHS, such as 56x8,70x4; got {part!r}")
+            raise ValueError(f"first_sizes must be SIDExEPOCHS,SIDExEPOCHS, such as 56x8,70x4; got {part!r}")
         sides += [int(side)] * int(epochs)
     return sides
 
 
 def even_divisor(number: int, at_most: int) -> int:
-    """The largest even number up to `at_most` that divides `number`, 2 where none does."""
+    """The largest even number up to `at_most` that divides `number`; 2 if none does."""
     return next((d for d in range(min(number, at_most), 1, -1) if number % d == 0 and d % 2 == 0), 2)
 
 
@@ -249,22 +249,22 @@ def _spell(base: Any, arguments: Any) -> str:
         return "one of " + ", ".join(map(str, arguments))
     if base is tuple:
         return "a list" if arguments[-1] is Ellipsis else f"{len(arguments)} numbers"
-    return {bool: "true or false", dict: "a mapping", str: "a text", int: "a whole number", float: "a number"}[base]
+    return {bool: "true or false", dict: "a mapping", str: "a string", int: "a whole number", float: "a number"}[base]
 
 
 def from_mapping(settings: Mapping[str, Any], base: TrainConfig | None = None) -> TrainConfig:
-    """`base` (or the defaults) with `settings` laid over it."""
+    """`base` (or the defaults) updated with `settings`."""
     converted = {name: convert(name, value) for name, value in settings.items()}
     return replace(base or TrainConfig(), **converted)
 
 
 def to_mapping(config: TrainConfig) -> dict[str, Any]:
-    """The config as plain lists, numbers and texts, for YAML and JSON."""
+    """The config as plain lists, numbers and strings, for YAML and JSON."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The settings in a YAML file; a run's own config.yaml is one too."""
+    """The settings in a YAML file, such as the config.yaml of a run."""
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -278,7 +278,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def to_yaml(config: TrainConfig, about: Mapping[str, str] | None = None) -> str:
-    """config.yaml: the recipe, the machine, and the command and versions that ran it."""
+    """The text of config.yaml: settings of the recipe, settings of the machine, and the command and versions."""
     mapping = to_mapping(config)
     document: dict[str, Any] = {kind: {} for kind in ("recipe", "machine")}
     for item in fields(config):

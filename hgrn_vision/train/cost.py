@@ -10,14 +10,14 @@ from ..hgrn import HgrnDeit
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Numbers that the model learns, frozen ones included."""
+    """How many parameters the model has, frozen ones included."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def multiply_adds(model: nn.Module, input_size: tuple[int, int, int]) -> int:
     """Multiply-adds for one image: matmuls, convolutions, attention and the recurrence of our own models.
 
-    Norms and activation functions are not counted. Nothing is computed: the tensors have shapes alone.
+    Norms and activation functions are not counted. Nothing is computed: tensors on the meta device are shapes alone.
     """
     shapes = copy.deepcopy(model).eval().to("meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -30,12 +30,12 @@ def multiply_adds(model: nn.Module, input_size: tuple[int, int, int]) -> int:
 
 
 def recurrence_cost(model: nn.Module, tokens: int) -> int:
-    """Multiply-adds of the gated recurrence for an image of so many tokens."""
+    """Multiply-adds of the gated recurrence for an image of `tokens` tokens."""
     cost = 0
     for block in model.blocks:
         mixer = block.mixer
         directions = (1 + mixer.bidirectional) * (2 if mixer.scan == "2d" else 1)
-        # per token and channel: the decay 1, its complement times c 2, the output gate 2;
-        # in each direction the rotation times the decay 2, and times the state 4
+        # per token and channel: 1 for the decay, 2 for its complement times c, 2 for the output gate;
+        # in each direction 2 for the rotation times the decay, 4 for their product times the state
         cost += (3 + 2 * mixer.output_gate + 6 * directions) * tokens * mixer.dim
     return cost

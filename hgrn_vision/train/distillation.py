@@ -1,4 +1,4 @@
-"""What a student learns from a teacher: its logits, its feature maps, or both; beside labels, or without any."""
+"""What a student learns from a teacher: its logits, its feature maps, or both; with labels or without."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from .teachers import Answer
 
 
 class DistillationTask(TrainingTask):
-    """The loss of a student for a batch and the teacher's answer to it.
+    """The loss of a student on a batch, given the teacher's answer to it.
 
     Args:
         student: the model that learns.
-        criterion: loss of the labels; None where there are none.
-        by_logits: learn the teacher's logits.
-        map_channels: channels of the teacher's map, to learn it; None not to.
-        weight: of the teacher's part relative to the label loss.
-        temperature: of the softmax of both logits.
+        criterion: the label loss; None if there are no labels.
+        by_logits: whether to learn the teacher's logits.
+        map_channels: channels of the teacher's feature map; None not to learn it.
+        weight: of the distillation loss relative to the label loss; without labels it has no effect.
+        temperature: softmax temperature for the logits of both.
         device: where the student is.
     """
 
@@ -61,7 +61,7 @@ class DistillationTask(TrainingTask):
 
 
 class StudentWithMap(FeatureDistillationTrainableModule):
-    """A student that gives its logits and its last map, projected to the channels of the teacher's."""
+    """A student that returns its logits and its last feature map, projected to the teacher's channels."""
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         features, maps = self.student.forward_intermediates(input, indices=1)
@@ -69,13 +69,13 @@ class StudentWithMap(FeatureDistillationTrainableModule):
 
 
 def logit_loss(ours: torch.Tensor, theirs: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Kullback-Leibler divergence of the softened classes, times the temperature squared to keep gradients in scale."""
+    """Kullback-Leibler divergence of softened probabilities; the squared temperature keeps gradients in scale."""
     ours, theirs = (log_softmax(logits.float() / temperature, dim=-1) for logits in (ours, theirs))
     return kl_div(ours, theirs, log_target=True, reduction="batchmean") * temperature**2
 
 
 def map_loss(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Squared distance of two maps (B, C, H, W) on the coarser grid; `theirs` is normalised at every position."""
+    """Mean squared difference of two maps (B, C, H, W) on the coarser grid; `theirs` is normalised at each position."""
     size = [min(sides) for sides in zip(ours.shape[-2:], theirs.shape[-2:], strict=True)]
     ours, theirs = (adaptive_avg_pool2d(each.float(), size).flatten(2).transpose(1, 2) for each in (ours, theirs))
     return mse_loss(ours, layer_norm(theirs, theirs.shape[-1:]))

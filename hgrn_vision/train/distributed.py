@@ -25,7 +25,7 @@ class LostRank(RuntimeError):
 
 @dataclass
 class World:
-    """This process among the processes of the run; with a single process every call below returns at once."""
+    """This process among the processes of the run; with a single process no method waits."""
 
     rank: int = 0
     size: int = 1
@@ -36,7 +36,7 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes the files and speaks to the user."""
+        """Whether this process writes the files and reports to the user."""
         return self.rank == 0
 
     def on_main(self, function: Callable[[], Result]) -> Result:
@@ -101,7 +101,7 @@ class World:
             raise LostRank(f"rank {self.rank} lost another rank in {during}: {reason}") from error
 
     def _call_roll(self, timeout: timedelta) -> str | None:
-        """Who does not answer, in gloo's words; None if all ranks do."""
+        """Gloo's message that names the ranks which did not answer; None if all did."""
         try:
             dist.monitored_barrier(group=self.control, timeout=timeout, wait_all_ranks=True)
         except RuntimeError as error:
@@ -109,7 +109,7 @@ class World:
         return None
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the process group."""
         if self.size > 1:
             dist.destroy_process_group()
 
@@ -122,18 +122,18 @@ def _attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception |
 
 
 def _shared(error: Exception) -> Exception:
-    # every rank raises the same error: only rank 0 needs to print it
+    # every rank raises the same error, so only rank 0 needs to print it
     error.shared = True
     return error
 
 
 def _place() -> tuple[int, int, int]:
-    """Local rank, rank and number of processes, as torchrun or srun tells them; a lone process is rank 0 of 1."""
+    """Local rank, rank and number of processes, as set by torchrun or srun; a lone process is rank 0 of 1."""
     return world_info_from_env() if is_distributed_env() else (0, 0, 1)
 
 
 def is_main() -> bool:
-    """Whether this process writes the files and speaks to the user, known before the processes have connected."""
+    """Whether this process writes the files and reports to the user; works before the processes have connected."""
     return World(rank=_place()[1]).main
 
 
@@ -153,7 +153,7 @@ def start(config: TrainConfig) -> World:
         torch.cuda.set_device(device)
         options = {"backend": "nccl", "device_id": device}
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    # torchrun keeps one store over its restarts: under the same names the new ranks would call the old, dead ones
+    # torchrun keeps one store across restarts: without a prefix of their own, new ranks would try to reach dead ones
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt {attempt} of {size}", store)
     dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout, **options)
@@ -161,7 +161,7 @@ def start(config: TrainConfig) -> World:
 
 
 def choose_device(name: str) -> torch.device:
-    """The requested device, or the accelerator where there is one."""
+    """The requested device; auto is the accelerator if there is one, else the CPU."""
     if name == "auto":
         name = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     try:

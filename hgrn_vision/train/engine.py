@@ -22,13 +22,13 @@ from .distributed import World
 from .faults import memory_advice
 from .teachers import Answer, Teacher
 
-# options of an optimizer that the settings decide, not the checkpoint
+# options of an optimizer that come from the settings, not from the checkpoint
 FROM_SETTINGS = ("lr", "initial_lr", "lr_scale", "weight_decay", "betas", "eps", "momentum")
 
 
 @dataclass
 class Progress:
-    """Where a run is: all that order, augmentation, mixup and drop path depend on besides the seed, and the log."""
+    """Where a run is, which with the seed determines order, augmentation, mixup and drop path; and its log."""
 
     epoch: int = 0
     step: int = 0  # in the epoch
@@ -102,16 +102,16 @@ class Engine:
 
     @property
     def eval_model(self) -> nn.Module:
-        """The model that is evaluated and saved: the averaged one where there is one."""
+        """The model that is evaluated and exported: the averaged one if there is one."""
         return self.ema.module if self.ema else self.model
 
     @property
     def lr(self) -> float:
-        """The learning rate of the head, which layer decay leaves alone."""
+        """The highest learning rate, that of the head: layer decay does not reduce it."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def step(self, batches: list[MicroBatch]) -> StepResult:
-        """Accumulate the gradients of this rank's micro-batches, agree with the other ranks, update."""
+        """Accumulate the gradients of this rank's micro-batches, agree with the other ranks, and update the weights."""
         self.task.trainable_module.train()
         self.scheduler.step_update(self.progress.updates)
         with memory_advice(self.config, self.world.size):
@@ -122,7 +122,7 @@ class Engine:
         if result.applied and self.config.clip_grad:
             clip_grads_with_norm_(self.parameters, self.config.clip_grad, norm)
         if not result.bad:
-            # the fp16 scaler itself skips the update if gradients overflowed
+            # with fp16, the scaler skips the update by itself if gradients overflowed
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -146,7 +146,7 @@ class Engine:
         return loss.detach()
 
     def _loss(self, images: torch.Tensor, targets: torch.Tensor, views: torch.Tensor | None) -> torch.Tensor:
-        """The loss for images of any size: student and teacher each see them at their own."""
+        """The loss on images of any size; student and teacher each see them at the size they need."""
         epoch = self.progress.epoch
         height, width = self.spec.input_size[-2:]
         if epoch < len(self.first_sides):
@@ -155,17 +155,17 @@ class Engine:
         return self.task(resize(images, (height, width)), targets, *answer)["loss"]
 
     def _ask(self, images: torch.Tensor, views: torch.Tensor | None) -> Answer:
-        """What the teacher says of images, from memory where answers are kept."""
+        """The teacher's answer to images, looked up if it was kept."""
         if self.answers is None:
             return self.teacher(images, self.spec)
         return Answer(self.answers.logits_of(self.teacher, images, self.spec, views), None)
 
     def _agree(self, loss: float, norm: torch.Tensor) -> StepResult:
-        """The same verdict on every rank."""
+        """Decide whether the step counts, with the same result on every rank."""
         loss_bad = not math.isfinite(loss)
         norm_bad = not math.isfinite(norm.item())
         total, loss_bad, norm_bad = self.world.sum([0.0 if loss_bad else loss, loss_bad, norm_bad])
-        # scaled gradients may overflow although the loss is finite; the scaler then lowers its scale
+        # scaled gradients can overflow even if the loss is finite; lowering the scale helps as long as it is above 1
         curable = self.scaler.is_enabled() and not loss_bad and self.scaler.get_scale() > 1
         applied = not (loss_bad or norm_bad)
         return StepResult(total / self.world.size, applied, bad=not applied and not curable)

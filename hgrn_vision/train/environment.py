@@ -11,7 +11,7 @@ from ..version import __version__
 
 
 def versions() -> dict[str, str]:
-    """What a result may depend on besides the settings."""
+    """Versions by package, the commit of this code, and the GPU if there is one."""
     found = {"hgrn_vision": __version__, "python": platform.python_version()}
     for name in ("torch", "timm", "torchvision", "pillow", "numpy"):
         try:

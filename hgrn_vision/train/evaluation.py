@@ -1,6 +1,6 @@
 """Accuracy on labelled images, each counted exactly once on any number of processes.
 
-Runs, `train --eval` and `evaluate` all count here.
+Runs, `train --eval` and `evaluate` all use this module.
 """
 
 import math
@@ -25,11 +25,11 @@ from .faults import memory_advice
 
 
 class WrongSize(ValueError):
-    """A model that cannot take images of a size."""
+    """The model cannot take images of this size."""
 
 
 class Confusion(NamedTuple):
-    """Which classes were taken for which; only classes that occur, as all pairs of 10,000 would fill the memory."""
+    """Which classes were taken for which; classes that never occur are left out, as 10,000 of them need 800 MB."""
 
     classes: np.ndarray  # (n,) classes that are true or predicted at least once
     counts: np.ndarray  # (n, n) images by true class (row) and predicted class (column)
@@ -37,14 +37,14 @@ class Confusion(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One row per readable image, in the order of the split; shares of the images are in percent."""
+    """One row per readable image, in the order of the split; accuracies are in percent."""
 
     indices: np.ndarray
     targets: np.ndarray
     predictions: np.ndarray
     confidence: np.ndarray  # probability of the predicted class, from 0 to 1
     losses: np.ndarray
-    ranks: np.ndarray  # number of classes that come before the true one
+    ranks: np.ndarray  # number of classes ranked before the true one
     bad: list[BadRecord]
 
     @property
@@ -74,7 +74,7 @@ class Evaluation:
         return Confusion(classes, counts)
 
     def worst(self, count: int) -> np.ndarray:
-        """Rows of the wrong answers, those with the highest loss first."""
+        """Rows of up to `count` wrong answers, those with the highest loss first."""
         wrong = np.flatnonzero(self.predictions != self.targets)
         return wrong[np.argsort(-self.losses[wrong], kind="stable")][:count]
 
@@ -100,12 +100,12 @@ def evaluate(
 def collect(
     logits: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[EvalBatch], world: World | None = None
 ) -> Evaluation:
-    """Evaluate anything that maps images to logits: a model in training, or one that was loaded.
+    """Evaluate anything that maps images to logits: a model in training, or a loaded one.
 
     Args:
         logits: from images (B, C, H, W) uint8 to logits (B, classes).
         batches: this process's share of the images.
-        world: the processes that share them; by default this one has them all.
+        world: the processes that share them; by default this process has them all.
     """
     world = world or World()
     rows: list[tuple[np.ndarray, ...]] = []
@@ -139,7 +139,7 @@ def _merge(parts: list[tuple[list[tuple[np.ndarray, ...]], list[BadRecord]]]) ->
     rows = [columns for part, _ in parts for columns in part]
     bad = sorted(record for _, records in parts for record in records)
     if not rows:
-        first = f", the first because: {bad[0].reason}" if bad else ""
+        first = f"; the first error: {bad[0].reason}" if bad else ""
         raise ValueError(f"none of the {len(bad)} validation images could be read{first}")
     merged = [np.concatenate(column) for column in zip(*rows, strict=True)]
     order = np.argsort(merged[0], kind="stable")
@@ -148,7 +148,7 @@ def _merge(parts: list[tuple[list[tuple[np.ndarray, ...]], list[BadRecord]]]) ->
 
 @dataclass(frozen=True)
 class Score:
-    """What a checkpoint reached, on which images."""
+    """What a checkpoint scored, and with which settings."""
 
     path: Path
     config: TrainConfig
@@ -158,7 +158,7 @@ class Score:
 
 
 def score(path: str | Path, settings: dict[str, Any]) -> Score:
-    """Evaluate a run's best checkpoint, or a checkpoint file, with `settings` laid over the run's own."""
+    """Evaluate a run's best checkpoint, or a checkpoint file; `settings` override the run's own."""
     file = find_checkpoint(Path(path))
     # the machine that evaluates need not be the one that trained
     here = {"device": "auto", "threads": 0, **settings}
@@ -181,7 +181,7 @@ def score(path: str | Path, settings: dict[str, Any]) -> Score:
 def fit_size(model: nn.Module, side: int) -> None:
     """Let a trained model take square images of another size; position embeddings are resampled.
 
-    WrongSize where it cannot, as with mixers, whose weights belong to one number of patches.
+    Raises WrongSize if it cannot: the weights of MLP mixers, for example, are made for one number of patches.
     """
     first = next(model.parameters())
     channels = getattr(model, "in_chans", None) or model.pretrained_cfg["input_size"][0]
@@ -196,7 +196,7 @@ def fit_size(model: nn.Module, side: int) -> None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint to use of a run folder, or the file itself."""
+    """A run folder's best checkpoint, or its newest if there is no best; `path` itself if it is a file."""
     if path.is_file():
         return path
     folder = Checkpoints(path / "checkpoints")

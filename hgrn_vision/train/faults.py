@@ -10,7 +10,7 @@ from .config import TrainConfig
 
 
 class StopRequest:
-    """Remembers that the process was asked to end, so that the step at hand is finished and saved first."""
+    """Remembers that the process was asked to end, so that the current step is finished and saved first."""
 
     # Windows has no SIGUSR1
     SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
@@ -37,11 +37,11 @@ class StopRequest:
 
 
 class Diverged(RuntimeError):
-    """The loss kept becoming infinite or NaN, even after going back to earlier checkpoints."""
+    """The loss or its gradient kept becoming infinite or NaN, even after going back to the last checkpoint."""
 
 
 class OutOfMemory(ValueError):
-    """A micro-batch did not fit."""
+    """A micro-batch did not fit into memory."""
 
 
 @contextmanager
@@ -53,13 +53,13 @@ def memory_advice(config: TrainConfig, ranks: int):
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
         smaller = smaller_micro_batch(config, ranks)
-        advice = f"try --micro-batch {smaller} (--allow-change on a started run)" if smaller else "use more devices"
+        advice = f"try --micro-batch {smaller} (with --allow-change to resume)" if smaller else "use more devices"
         hint = "" if config.grad_checkpointing else ", or --grad-checkpointing"
         raise OutOfMemory(f"out of memory with micro-batch {config.micro_batch}: {advice}{hint}") from error
 
 
 def smaller_micro_batch(config: TrainConfig, ranks: int) -> int | None:
-    """The largest even micro-batch up to half the present one that still divides the work evenly."""
+    """The largest even micro-batch up to half the current one that divides the batch evenly over all ranks, if any."""
     for size in range(config.micro_batch // 2, 1, -1):
         if size % 2 == 0 and config.batch_size % (size * ranks) == 0:
             return size

@@ -1,4 +1,4 @@
-"""Settings for a few thousand images or fewer, as a function of how many there are and how large."""
+"""Settings for up to a few thousand images, chosen by their number and size."""
 
 import math
 from typing import Any
@@ -9,11 +9,11 @@ from torch import nn
 from .build import build_model
 from .config import even_divisor, from_mapping
 
-# largest side, and the patch size that gives 16 to 256 tokens
+# the largest image side for each patch size, which gives 16 to 256 tokens
 PATCHES = {16: 2, 64: 4, 128: 8}
 MAX_BAD_FRACTION = 0.25  # a few broken files are no reason to stop
 QUICK_SIDE = 112
-# when starting from the packaged weights, which were trained on photographs of these sizes; smaller images are enlarged
+# for starting from the packaged weights, which were trained on photographs of these sizes; smaller images are enlarged
 STARTER_SIDE, STARTER_QUICK_SIDE = 112, 84
 QUICK_EPOCHS = 3
 QUICK_IMAGES = 256
@@ -22,7 +22,7 @@ QUICK_FLOPS = 240 * 50e9
 
 
 def model_settings(side: int, quick: bool = False) -> dict[str, Any]:
-    """The tiny model for new weights, with patches that suit images of `side` pixels."""
+    """The tiny model, to be trained from scratch, with patches that suit images of `side` pixels."""
     patch = next((patch for largest, patch in PATCHES.items() if side <= largest), None)
     if quick:
         # at most 8 by 8 tokens: cheaper images allow more steps, which new weights need most
@@ -31,9 +31,9 @@ def model_settings(side: int, quick: bool = False) -> dict[str, Any]:
 
 
 def fitting_side(settings: dict[str, Any], side: int, exact: bool) -> int:
-    """`side`, or the next smaller one that the model's patches fill.
+    """`side` rounded down to a multiple of the model's patch size, at least one patch.
 
-    Where it has to be exact, models that pad images take any; for others a ValueError names those that fit.
+    If it has to be exact, models that pad images take any side; for others a ValueError names the sides that fit.
     """
     patch_embed = getattr(_outline(settings), "patch_embed", None)
     patch = getattr(patch_embed, "patch_size", (1, 1))[0]
@@ -48,7 +48,7 @@ def fitting_side(settings: dict[str, Any], side: int, exact: bool) -> int:
 
 
 def _outline(settings: dict[str, Any], classes: int = 2) -> nn.Module:
-    """The model without its weights."""
+    """The model on the meta device: shapes without weights."""
     names = ("model", "model_args", "img_size")
     with torch.device("meta"):
         return build_model(from_mapping({name: settings[name] for name in names if name in settings}), classes)
@@ -57,7 +57,7 @@ def _outline(settings: dict[str, Any], classes: int = 2) -> nn.Module:
 def recipe_settings(
     images: int, side: int, trained: bool, batch: int | None = None, epochs: int | None = None
 ) -> dict[str, Any]:
-    """All but the model: for `images` training images, seen at `side` pixels, from trained weights or new ones."""
+    """All settings but the model's, for `images` training images at `side` pixels and trained or new weights."""
     batch = batch or 2 ** min(5, int(math.log2(max(images // 16, 2))))
     steps = max(1, images // batch)
     # few images make short epochs, so there have to be enough epochs to learn something
@@ -90,7 +90,7 @@ def _augmentation(side: int) -> dict[str, Any]:
 
 
 def quick_settings(settings: dict[str, Any], images: int, classes: int) -> dict[str, Any]:
-    """`settings` cut to what two laptop cores do in about five minutes."""
+    """`settings` cut down to what two laptop cores can do in about five minutes."""
     config, model = from_mapping(settings), _outline(settings, classes)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tokens = getattr(getattr(model, "patch_embed", None), "num_patches", None) or 256

@@ -1,4 +1,4 @@
-"""How this process keeps memory on the CPU, and how much it has held."""
+"""How this process reuses memory on the CPU, and how much it has used at most."""
 
 import ctypes
 import resource
@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-# of mallopt in glibc's malloc.h
+# parameters of mallopt, from glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc reuse what was freed instead of giving it back to the system; whether that could be set.
+    """Let malloc reuse freed memory instead of giving it back to the system; returns whether that could be set.
 
     A training step frees and allocates the same activations each time. If they were returned to the system in between,
-    each of their pages would have to be mapped and cleared again. Only glibc has these settings; others are left alone.
+    each of their pages would have to be mapped and cleared again. Only glibc has these settings.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -28,7 +28,7 @@ def keep_freed_memory() -> bool:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Most memory that this process has held on the device, in MiB."""
+    """Peak memory of this process on the device, in MiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     # Linux counts in KiB, macOS in bytes
@@ -37,9 +37,9 @@ def peak_memory(device: torch.device) -> float:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Give freed memory back to the system and let `peak_memory` begin anew, for the next run in the same process.
+    """Give freed memory back to the system and reset `peak_memory`, for the next run in the same process.
 
-    Where the system cannot do that, the peak stays that of the whole process.
+    If the system cannot do that, the peak remains that of the whole process.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Receives the events of a run; the command line shows them, this base class ignores them."""
+    """Receives the events of a run. The command line shows them; this base class ignores them."""
 
     def packing(self, starts: Iterable[int], photos_each: int) -> Iterable[int]:
-        """The photographs are being packed, `photos_each` per iteration."""
+        """The photographs are about to be packed, `photos_each` for each of `starts`; returns the iterable to use."""
         return starts
 
     def began(self, run: "Run") -> None:
@@ -28,7 +28,7 @@ class Observer:
         """The validation images are being evaluated."""
 
     def finished_epoch(self, row: dict[str, Any], best: bool) -> None:
-        """One more row of log.csv."""
+        """An epoch has ended with this row of log.csv."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PhotoSplits:
-    """What a distillation run learns from, and the two things it is measured by."""
+    """The images that a distillation run learns from, and those that it is measured on."""
 
     photos: Photos
     train: Split
@@ -32,7 +32,7 @@ class PhotoSplits:
 
 
 def open_photo_splits(config: TrainConfig, teacher: Teacher, progress: Progress | None = None) -> PhotoSplits:
-    """Find, pack and divide the photographs; labels are the teacher's."""
+    """Find, pack and divide the photographs; the teacher labels those held out."""
     class_names = read_classes(config) or teacher.class_names
     if class_names is None:
         raise ValueError(f"teacher {teacher.name} does not name its classes: give --classes, a file with one per line")
@@ -42,8 +42,8 @@ def open_photo_splits(config: TrainConfig, teacher: Teacher, progress: Progress 
     photos = open_photos(config.photos, config.pack, Path(config.cache), config.max_pixels, labelled, progress)
     kept, held_out = hold_out(photos.rows, config.holdout)
     if not len(kept):
-        raise ValueError(f"one photograph in {', '.join(config.photos)} is too few to hold any out for validation")
-    # the labels of the training images are never looked at
+        raise ValueError(f"{', '.join(config.photos)}: a single photograph is too few to hold any out for validation")
+    # the labels of the training images are never used
     nothing = np.zeros(len(photos.rows), dtype=np.int64)
     train = Split("train", photos.source, class_names, nothing[: len(kept)], kept, config.max_pixels)
     agreement = replace(train, name="agreement", labels=nothing[: len(held_out)], rows=held_out)
@@ -52,7 +52,7 @@ def open_photo_splits(config: TrainConfig, teacher: Teacher, progress: Progress 
 
 
 def _label(split: Split, teacher: Teacher, batch: int = 64) -> Split:
-    """The images of a split that can be read, each with the teacher's first choice for its label."""
+    """The readable images of a split, each labelled with the teacher's first choice."""
     transform = eval_transform(teacher.spec)
     labels, readable = [], []
     for start in range(0, len(split), batch):
@@ -72,7 +72,7 @@ def _label(split: Split, teacher: Teacher, batch: int = 64) -> Split:
 
 
 def open_labelled(config: TrainConfig, class_names: list[str], aliases: Sequence[Sequence[str]]) -> Split:
-    """The images of config.val, whose folders are named as classes: by name, WordNet id or number."""
+    """The images of config.val, whose folders are named after classes: by name, WordNet id or number."""
     if not Path(config.val).is_dir():
         raise ValueError(f"no such folder: {config.val}")
     listing = sources.list_folder(config.val)
@@ -81,10 +81,12 @@ def open_labelled(config: TrainConfig, class_names: list[str], aliases: Sequence
     rows = np.flatnonzero(labels >= 0)
     if not len(rows):
         raise ValueError(
-            f"no folder of {config.val} is named after a class of the teacher, by name, WordNet id or number: "
+            f"no folder in {config.val} is named after a class of the teacher, by name, WordNet id or number: "
             f"found {some(listing.class_names)}, expected names such as {some(class_names)}"
         )
     unknown = Counter(listing.class_names[label] for label in listing.labels[labels < 0])
     if unknown:
-        _logger.warning("%d images of %s are left out: %s", unknown.total(), config.val, some(unknown))
+        _logger.warning(
+            "%d images in %s belong to no class and are left out: %s", unknown.total(), config.val, some(unknown)
+        )
     return Split("validation", listing.source, class_names, labels[rows], rows, config.max_pixels)

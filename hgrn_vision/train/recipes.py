@@ -90,7 +90,7 @@ DISTILL = Recipe(
         "epochs": 30,
         "batch_size": 256,
         "micro_batch": 64,
-        # in short trials a student learnt more from as many samples than with AdamW
+        # in short trials students learned more from the same number of samples than with AdamW
         "opt": "muon",
         "lr": 5e-3,
         "weight_decay": 0.05,
@@ -112,11 +112,11 @@ DISTILL = Recipe(
 
 
 def resolve(settings: Mapping[str, Any]) -> TrainConfig:
-    """`settings` over those of the recipe that they name: by default the digits' without data, else the paper's."""
+    """The named recipe updated with `settings`; the default is recipe paper with data and digits without."""
     has_data = bool(settings.get("data") or settings.get("dataset"))
     name = settings.get("recipe") or ("paper" if has_data else "digits")
     if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}")
+        raise ValueError(f"unknown recipe {name!r}; choose one of {', '.join(RECIPES)}")
     if name != "digits" and not has_data:
         raise ValueError(f"recipe {name} needs images, for example: {RECIPES[name].command}")
     if name == "digits" and has_data and settings.get("data") != "digits":

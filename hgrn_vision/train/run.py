@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 STREAK = 3  # bad steps in a row before the run goes back to its last checkpoint
 ROLLBACKS = 3  # times it goes back before it gives up
-SAVE_BEFORE_EVALUATION = 60.0  # seconds of training that are not left unsaved while an evaluation runs
+SAVE_BEFORE_EVALUATION = 60.0  # seconds since the last checkpoint after which one is saved before an evaluation
 
 
 def train(
@@ -56,7 +56,7 @@ def train(
     details: dict[str, str] | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Outcome:
-    """Start the run in folder `output`, or continue it; on every process of the run.
+    """Start the run in folder `output`, or continue it; called on every process of the run.
 
     Args:
         config: all settings.
@@ -64,8 +64,8 @@ def train(
         command: what the user typed, for the report.
         allow_change: continue a run although its recipe has changed.
         observer: receives the events of the run, on rank 0.
-        details: recorded beside the versions.
-        weights: of the same model with any head, for a new run to begin with.
+        details: recorded with the versions.
+        weights: of the same model with any head, for a new run to start from.
     """
     world = start(config)
     if world.device.type == "cpu":
@@ -100,7 +100,7 @@ class Run:
         self.checkpoints = Checkpoints(output / "checkpoints")
 
     def open(self, allow_change: bool, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Load everything, from a checkpoint where there is one."""
+        """Load everything, from a checkpoint if there is one."""
         config, world = self.config, self.world
         # before anything is loaded
         world.on_main(lambda: rank_micro_batches(config, world.rank, world.size))
@@ -138,7 +138,7 @@ class Run:
             self.agreement_loader = EvalLoader(self.agreement, config, self.spec, world.rank, world.size)
 
     def _open_images(self) -> None:
-        """The training and the validation split; of photographs without labels, what the teacher says of them."""
+        """Open the training and validation images; photographs without labels are labelled by the teacher."""
         config, world = self.config, self.world
         self.agreement, self.photos = None, None
         if not config.photos:
@@ -149,14 +149,14 @@ class Run:
         self.validation = splits.labelled or splits.agreement
 
     def _open_answers(self) -> KeptAnswers:
-        """The teacher's answers so far to the views of the photographs."""
+        """The teacher's answers so far to views of the photographs."""
         packed = self.photos.source
         path = answers_path(self.config, packed, self.teacher, self._pixels_to_read())
         views = len(packed) * self.config.views
         return self.world.everywhere(lambda: KeptAnswers(path, views, self.teacher.num_classes))
 
     def _pixels_to_read(self) -> DataSpec:
-        """The student's pixels, at the larger of its own size and the teacher's."""
+        """The student's pixels, at the larger of its own image size and the teacher's."""
         channels, height, width = self.spec.input_size
         if self.teacher:
             _, *own = self.teacher.spec.input_size
@@ -210,7 +210,7 @@ class Run:
         self.trackers = open_trackers(self.config, self.output, self.progress.updates) if self.world.main else []
 
     def _write_what_was_left_out(self) -> None:
-        """Photographs that could not be packed, and those that look like validation images."""
+        """List photographs that could not be packed, and those that look like validation images."""
         found = [BadRecord(self.train_split.name, -1, name, reason) for name, reason in self.photos.bad]
         self._write_bad_images(self.bad_images.add(found))
         if self.photos.duplicates:
@@ -234,7 +234,7 @@ class Run:
         self._saved_at = time.monotonic()
 
     def _train_epoch(self) -> bool:
-        """The steps of an epoch that are left; False if the run was asked to stop."""
+        """Run the remaining steps of the epoch; False if the run was asked to stop."""
         batches = self._batches()
         while self.progress.step < self.steps:
             began = time.perf_counter()
@@ -263,7 +263,7 @@ class Run:
         return self.train_loader.epoch(self.progress.epoch, self.progress.step, self.progress.rollbacks)
 
     def _save_is_due(self) -> bool:
-        """Rank 0's clock decides; nothing is saved during a streak of bad steps, so the last checkpoint is good."""
+        """Whether to save after this step: rank 0 decides, and never in the middle of a streak of bad steps."""
         if not self.world.main or self.progress.streak:
             return False
         age = time.monotonic() - self._saved_at
@@ -295,7 +295,7 @@ class Run:
                 )
 
     def _roll_back(self) -> None:
-        """Return to the last checkpoint, with another seed for what follows."""
+        """Return to the last checkpoint and continue with other random numbers."""
         rollbacks, skipped = self.progress.rollbacks + 1, self.progress.skipped
         _logger.warning(
             "%d steps in a row had a non-finite loss or gradient: going back to the last checkpoint", STREAK
@@ -363,14 +363,14 @@ class Run:
             export_model(self.output / "model", self.engine.eval_model, self.config, self.class_names)
 
     def _is_complete(self) -> bool:
-        """Whether everything that the end of a run writes is there; the run may have been killed just before it."""
+        """Whether the files written at the end of a run exist; it may have been killed just before that."""
         best = self.checkpoints.load_best()
         return (self.output / "report.html").exists() and (
             best is None or holds_weights(self.output / "model", best.weights())
         )
 
     def _write_report(self) -> None:
-        """The report and the exported model, both of the best epoch."""
+        """Write the report and the exported model, both of the best epoch."""
         best = self.world.on_main(self.checkpoints.load_best)
         if best:
             self.engine.eval_model.load_state_dict(best.weights())

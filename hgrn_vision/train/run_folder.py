@@ -1,4 +1,4 @@
-"""The folder of a run: its files beside the checkpoints, and how its run is resumed."""
+"""The folder of a run: the files beside its checkpoints, and how the run is resumed."""
 
 import csv
 import io
@@ -44,7 +44,7 @@ ORDER = {"batch_size", "epoch_steps", "repeats", "seed", "training images"}
 
 
 def write_log(path: Path, history: list[Mapping[str, Any]]) -> None:
-    """log.csv from the rows in the checkpoint, so it has one header and no gaps, however often the run was resumed."""
+    """Write log.csv from all rows so far, so that it has one header and no gaps however often the run was resumed."""
     text = io.StringIO()
     # only distillation measures agreement with a teacher
     columns = [name for name in COLUMNS if name != "agreement" or any(name in row for row in history)]
@@ -55,7 +55,7 @@ def write_log(path: Path, history: list[Mapping[str, Any]]) -> None:
 
 
 def write_duplicates(path: Path, duplicates: list[tuple[str, str, int]]) -> None:
-    """near_duplicates.csv: photographs left out because they are near-duplicates of validation images."""
+    """Write near_duplicates.csv: photographs left out because they look like validation images."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("photograph", "looks_like", "different_bits"))
@@ -64,7 +64,7 @@ def write_duplicates(path: Path, duplicates: list[tuple[str, str, int]]) -> None
 
 
 class BadImages:
-    """The unreadable images met so far, each once."""
+    """The unreadable images found so far, each listed once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,18 +74,18 @@ class BadImages:
                 self.add([BadRecord(r["split"], int(r["index"]), r["name"], r["reason"]) for r in csv.DictReader(file)])
 
     def add(self, records: list[BadRecord]) -> bool:
-        """Whether one of `records` was new."""
+        """Add records; returns whether any of them was new."""
         before = len(self.records)
         for record in records:
             self.records.setdefault((record.split, record.name), record)
         return len(self.records) > before
 
     def count(self, split: str) -> int:
-        """Unreadable images of one split."""
+        """Number of unreadable images in one split."""
         return sum(record.split == split for record in self.records.values())
 
     def write(self) -> None:
-        """bad_images.csv, sorted."""
+        """Write bad_images.csv, sorted."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(BadRecord._fields)
@@ -94,7 +94,7 @@ class BadImages:
 
 
 def export_model(folder: Path, model: nn.Module, config: TrainConfig, class_names: list[str]) -> None:
-    """A folder for timm.create_model('local-dir:FOLDER', pretrained=True), replaced as a whole."""
+    """Write a folder for timm.create_model('local-dir:FOLDER', pretrained=True); an old one is replaced as a whole."""
     arguments = dict(config.model_args)
     if config.img_size:
         arguments["img_size"] = config.img_size
@@ -111,10 +111,10 @@ def export_model(folder: Path, model: nn.Module, config: TrainConfig, class_name
 
 
 def write_model(folder: Path, model: nn.Module, model_args: dict[str, Any], class_names: list[str]) -> None:
-    """config.json and model.safetensors in the form of the Hugging Face hub."""
+    """Write config.json and model.safetensors as the Hugging Face hub expects them."""
     save_for_hf(model, str(folder), {"label_names": class_names}, model_args, safe_serialization=True)
     for path in list(folder.iterdir()):
-        # timm leaves the weights readable by the user alone, and not yet on the disk
+        # timm leaves the weights readable only by their owner, and does not sync them to disk
         with whole_file(path) as temporary:
             os.replace(path, temporary)
 
@@ -131,7 +131,7 @@ def holds_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> bool:
 def check_same_run(
     checkpoint: Checkpoint, config: TrainConfig, train: Split | Stream, output: Path, allow_change: bool
 ) -> set[str]:
-    """Names of the recipe settings that differ from the checkpoint's; a ValueError where that is not allowed."""
+    """Names of the recipe settings that differ from the checkpoint's; a ValueError if that is not allowed."""
     if checkpoint.class_names != train.class_names:
         raise ValueError(f"the run in {output} was trained on different classes; give another --output")
     changes = recipe_changes(checkpoint.config, config)
@@ -153,7 +153,7 @@ def restore(engine: Engine, checkpoint: Checkpoint, changes: set[str], steps: in
 
     Args:
         engine: gets the state.
-        checkpoint: of this run.
+        checkpoint: a checkpoint of this run.
         changes: names of the recipe settings that differ from the checkpoint's.
         steps: optimizer steps per epoch.
         indexed: whether an epoch can be started in the middle.
@@ -184,7 +184,7 @@ def find_best(checkpoints: Checkpoints, engine: Engine, world: World) -> None:
 
     best = world.on_main(recorded)
     if best is None:
-        # lost or damaged: the next epoch makes a new one
+        # missing or damaged: the next epoch writes a new one
         progress.best = None
     elif progress.best is None or best["val_top1"] > progress.best["val_top1"]:
         progress.best = best

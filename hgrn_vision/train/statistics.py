@@ -1,4 +1,4 @@
-"""What a few seeds can tell: mean and standard deviation, and how far two arms lie apart, seed by seed."""
+"""What a few seeds can tell: mean and standard deviation, and how far apart two arms are, seed by seed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and standard deviation (of a sample: divided by n - 1); NaN where there are too few values."""
+    """Mean and sample standard deviation (divided by n - 1); NaN if there are too few values."""
 
     mean: float
     std: float
@@ -18,7 +18,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of paired differences with its 95% interval of Student's t, which is infinite with a single pair."""
+    """Mean of paired differences with a 95% interval from Student's t, which is infinite for fewer than two pairs."""
 
     mean: float
     low: float
@@ -27,14 +27,14 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """Where the interval lies."""
+        """Where the interval lies: above zero, below it, or around it."""
         if self.low > 0:
             return "above"
         return "below" if self.high < 0 else "not told apart"
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and standard deviation of the values that are numbers."""
+    """Mean and standard deviation of the finite values."""
     values = [value for value in values if math.isfinite(value)]
     count = len(values)
     mean = math.fsum(values) / count if count else math.nan
@@ -43,10 +43,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Difference:
-    """`values` minus `reference`, both by seed, over the seeds that have a number in both.
+    """`values` minus `reference`, both by seed, over the seeds that have a finite value in both.
 
-    Seeds share the order of the images and their augmentation, so that a difference within a seed varies less than
-    the values do. The interval is mean +- t(0.975, n - 1) s / sqrt(n), for differences that are normally distributed.
+    Runs with the same seed share the order of the images and their augmentation, so their difference tends to vary less
+    than the values do. The interval is mean +- t(0.975, n - 1) s / sqrt(n) and assumes a normal distribution.
     """
     pairs = [values[seed] - reference[seed] for seed in values if seed in reference]
     found = spread(pairs)

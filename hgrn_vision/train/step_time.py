@@ -1,4 +1,4 @@
-"""How long a step takes, and how long a run becomes that has minutes instead of epochs."""
+"""How long a step takes, and how many steps fit into a run of so many minutes."""
 
 import contextlib
 import itertools
@@ -15,8 +15,8 @@ from .observer import Observer
 from .run import Run, train
 
 TURNS = 3
-SECONDS = 5.0  # of steps in a turn
-WARM_UP = 2  # steps that allocate and compile
+SECONDS = 5.0  # of steps per turn
+WARM_UP = 2  # first steps, which allocate and compile and are not counted
 
 
 class _Enough(Exception):
@@ -24,7 +24,7 @@ class _Enough(Exception):
 
 
 class _Stopwatch(Observer):
-    """Ends a run after some seconds of steps, not counting the first ones."""
+    """Ends a run after `seconds` of steps, not counting the first ones."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.times = seconds, []
@@ -41,15 +41,15 @@ class _Stopwatch(Observer):
             raise _Enough
 
     def finished_epoch(self, row: dict, best: bool) -> None:
-        # evaluation is no training
+        # evaluation does not count as training
         self.last = time.perf_counter()
 
 
 def time_steps(configs: Mapping[str, TrainConfig], seconds: float = SECONDS) -> dict[str, float] | None:
-    """Seconds of a training step of each config, by name, reading its images included; None if asked to stop.
+    """Seconds per training step of each config, by name, including reading the images; None if asked to stop.
 
-    The configs take turns of so many seconds, so that whatever else the machine does meets all of them; the median of
-    all steps counts.
+    The configs take turns of `seconds` each, so that other load on the machine affects all of them. The result is the
+    median of all timed steps.
     """
     times: dict[str, list[float]] = {name: [] for name in configs}
     for _, (name, config) in itertools.product(range(TURNS), configs.items()):
@@ -59,22 +59,23 @@ def time_steps(configs: Mapping[str, TrainConfig], seconds: float = SECONDS) -> 
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Enough):
             if train(quick, folder, observer=watch).status == "stopped":
                 return None
-        # a run of one or two steps has nothing else to measure
+        # a run of only one or two steps has no others
         times[name] += watch.times[WARM_UP:] or watch.times
     return {name: statistics.median(values) for name, values in times.items()}
 
 
 def fit_minutes(config: TrainConfig, minutes: float, seconds_per_step: float, steps: int) -> TrainConfig:
-    """The config with as many steps as fit into so many minutes, and its schedule stretched or shrunk to them.
+    """The config with as many steps as fit into `minutes`, its schedule stretched or shrunk accordingly.
 
-    There are as many epochs as before, each with the steps that fit; where these are more than the images of an epoch
-    give, there are more epochs. Warm-up stays the same share of all steps, and the learning rate ends where it did.
+    The number of epochs stays the same and each gets its share of the steps, unless that is more than `steps` (then
+    there are more) or less than one (then there are fewer). Warm-up keeps its share of all steps, and the learning rate
+    ends at the same value.
 
     Args:
-        config: with the number of epochs that equal steps would take.
-        minutes: of training, without evaluation.
+        config: settings with the number of epochs for equal steps.
+        minutes: time for training, without evaluation.
         seconds_per_step: as measured.
-        steps: of a whole epoch.
+        steps: steps in an epoch over all images.
     """
     total = max(1, int(60 * minutes / seconds_per_step))
     epochs = max(min(config.epochs, total), math.ceil(total / steps))

@@ -1,6 +1,6 @@
 """A study: arms, each a model with settings of its own, trained with several seeds on the same images.
 
-All that an arm does not name is equal for all of them.
+Whatever an arm does not set is the same for all.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from . import recipes
 from .config import TrainConfig, convert, describe, field_types, from_mapping, read_yaml
 
 SETTINGS = {item.name for item in fields(TrainConfig)}
-# what decides the images that top-1 is measured on, and what the study itself decides
+# settings that decide which images top-1 is measured on, and those that the study itself decides
 SHARED = {
     "data",
     "dataset",
@@ -40,28 +40,28 @@ SEQUENCE = {"patch_size": 1, "in_chans": 1}
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared: settings over those that all arms share."""
+    """One side of a comparison: a name, and settings that override those that all arms share."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
-        """Where its runs are, below the study."""
+        """The folder of its runs, inside the study's."""
         return re.sub(r"[^\w.+-]+", "_", self.name).strip("._") or "arm"
 
 
 @dataclass(frozen=True)
 class Study:
-    """All that decides a study's outcome.
+    """Everything that decides a study's outcome.
 
     Args:
-        settings: of `train`, for all arms.
-        arms: the first one is what the others are compared with.
-        seeds: of the runs of every arm.
+        settings: settings of `train`, for all arms.
+        arms: the others are compared with the first one.
+        seeds: every arm has one run with each.
         sizes: further image sizes at which trained weights are evaluated.
-        sequence: one token per pixel and one grey channel.
-        minutes_per_run: time for the steps of a run; 0 gives all arms the same number of steps instead.
+        sequence: read images as one token per pixel, with one grey channel.
+        minutes_per_run: time for the steps of a run; 0 counts steps instead.
         modules: Python files or modules to import first, which register models with timm.
     """
 
@@ -87,7 +87,7 @@ class Study:
             raise ValueError(f"minutes_per_run must not be negative, got {self.minutes_per_run:g}")
 
     def configs(self) -> dict[str, TrainConfig]:
-        """The settings of each arm, by its name; their seed is to come."""
+        """The settings of each arm, by name; the seed of a run is filled in later."""
         base = recipes.resolve(self.settings)
         if self.sequence:
             if not base.img_size:
@@ -105,7 +105,7 @@ def _refuse_repeats(what: str, values: Sequence[Any]) -> None:
 def _configure(base: TrainConfig, arm: Arm) -> TrainConfig:
     own = dict(arm.settings)
     arguments = {**base.model_args, **own.pop("model_args", {})}
-    # null takes an argument away that the others have
+    # null removes an argument that all arms share
     own["model_args"] = {name: value for name, value in arguments.items() if value is not None}
     try:
         config = from_mapping(own, base)
@@ -117,11 +117,11 @@ def _configure(base: TrainConfig, arm: Arm) -> TrainConfig:
 
 
 def arm_from_mapping(name: str, given: Mapping[str, Any] | str | None) -> Arm:
-    """An arm from a study file; keys that are no settings of `train` are arguments of the model's constructor."""
+    """An arm from a study file; keys that are not settings of `train` are arguments of the model's constructor."""
     if isinstance(given, str):
         given = {"model": given}
     if given is not None and not isinstance(given, dict):
-        raise ValueError(f"arm {name!r} must be a model's name or settings, got {given!r}")
+        raise ValueError(f"arm {name!r} must be a model name or a mapping of settings, got {given!r}")
     given = dict(given or {})
     shared = sorted(given.keys() & SHARED)
     if shared:
@@ -134,7 +134,7 @@ def arm_from_mapping(name: str, given: Mapping[str, Any] | str | None) -> Arm:
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm as typed: [NAME=]MODEL[,KEY=VALUE...], or [NAME=]KEY=VALUE[,...] for the model that all arms share."""
+    """An arm from the command line: [NAME=]MODEL[,KEY=VALUE...], or [NAME=]KEY=VALUE[,...] for the shared model."""
     # commas inside brackets belong to a value
     first, *items = re.split(r",(?![^\[]*\])", text)
     parts = [part.strip() for part in first.split("=", 2)]
@@ -168,7 +168,7 @@ def _value(key: str, text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    # YAML takes 1e-3 for a text
+    # YAML reads 1e-3 as a string
     return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?e[-+]?\d+", value) else value
 
 
@@ -177,15 +177,15 @@ def read_study(path: str | Path) -> dict[str, Any]:
     content = read_yaml(path)
     modules = content.get("modules")
     if isinstance(modules, list):
-        # Python files are looked for beside the study
+        # paths of Python files are relative to the study file
         beside = Path(path).resolve().parent
         content["modules"] = [str(beside / name) if str(name).endswith(".py") else name for name in modules]
-    # what the record of a study says of its images and its pace
+    # a study's own record adds these two, which are results and not settings
     return {key: value for key, value in content.items() if key not in ("images", "seconds_per_step")}
 
 
 def study_from_mapping(content: Mapping[str, Any]) -> Study:
-    """A study from the content of a file, with what was typed laid over it."""
+    """A study from the content of a file, already updated with the flags."""
     content = dict(content)
     arms = content.pop("arms", None) or ()
     if isinstance(arms, Mapping):
@@ -204,14 +204,14 @@ def study_from_mapping(content: Mapping[str, Any]) -> Study:
     if "seed" in settings:
         raise ValueError("a study has seeds, one run of every arm for each; give --seeds instead of --seed")
     if settings.get("photos"):
-        raise ValueError("a study needs labels to measure top-1; photographs without labels have none")
+        raise ValueError("a study measures top-1, which needs labels; it cannot train on photographs without them")
     return Study(settings, arms, **own)
 
 
 def _several(name: str, values: Any, kind: type) -> tuple[Any, ...]:
     values = [] if values is None else values
     if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
-        raise ValueError(f"{name} must be a list of {'whole numbers' if kind is int else 'texts'}, got {values!r}")
+        raise ValueError(f"{name} must be a list of {'whole numbers' if kind is int else 'strings'}, got {values!r}")
     return tuple(values)
 
 
@@ -232,7 +232,7 @@ def _import_file(path: Path) -> None:
         return
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    # timm's registry looks the module up by its name
+    # timm's registry looks up the module by name
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""The folder of a study: its record, which a later start is checked against, and its tables."""
+"""The folder of a study: its record, which later starts are checked against, and its tables."""
 
 import contextlib
 import csv
@@ -17,19 +17,19 @@ from .statistics import Difference, Spread, paired_difference, spread
 from .study import Study
 
 RECORD, RUNS, SUMMARY, REPORT = "study.yaml", "study.csv", "summary.csv", "report.html"
-AT = "top1_at_"  # columns of other image sizes
+AT = "top1_at_"  # prefix of the columns for other image sizes
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """A row of study.csv; top-1 is in percent, on held-out images, and NaN where no epoch was finished."""
+    """A row of study.csv; top-1 is in percent, on held-out images, and NaN if no epoch was finished."""
 
     arm: str
     seed: int
     status: str  # finished or diverged
     model: str
     parameters: int
-    multiply_adds: float  # of one image; NaN where it cannot be counted
+    multiply_adds: float  # for one image; NaN if they cannot be counted
     epochs: int
     steps: int
     top1_last: float
@@ -65,13 +65,13 @@ class ArmSummary:
     images_per_second: float
     peak_memory: float
     training_seconds: float
-    difference: Difference | None  # to the first arm, of the last epoch; None for the first arm itself
+    difference: Difference | None  # from the first arm, at the last epoch; None for the first arm itself
     difference_best: Difference | None
     sizes: dict[int, Spread]
 
 
 def summarise(results: Sequence[RunResult], arms: Sequence[str], sizes: Sequence[int]) -> list[ArmSummary]:
-    """The arms that have runs, in their order."""
+    """One summary per arm that has runs, in the order of `arms`."""
     summaries = []
     reference = [result for result in results if result.arm == arms[0] and result.finished]
     for number, arm in enumerate(arms):
@@ -108,18 +108,18 @@ def summarise(results: Sequence[RunResult], arms: Sequence[str], sizes: Sequence
 
 
 def write_runs(path: Path, results: Sequence[RunResult], sizes: Sequence[int]) -> None:
-    """study.csv, whole."""
+    """Write study.csv as a whole."""
     columns = [item.name for item in fields(RunResult) if item.name != "sizes"]
     rows = []
     for result in results:
         values = [getattr(result, name) for name in columns] + [result.sizes.get(size, math.nan) for size in sizes]
-        # all digits: a later start reads the finished runs from here
+        # in full precision, because a later start reads the finished runs from here
         rows.append([_cell(value, repr) for value in values])
     _write_csv(path, [*columns, *(f"{AT}{size}" for size in sizes)], rows)
 
 
 def read_runs(path: Path) -> list[RunResult]:
-    """The rows of study.csv; none where there is no such file yet."""
+    """The rows of study.csv; none if there is no such file yet."""
     if not path.exists():
         return []
     kinds = {item.name: item.type for item in fields(RunResult) if item.name != "sizes"}
@@ -136,7 +136,7 @@ def read_runs(path: Path) -> list[RunResult]:
 
 
 def write_summary_table(path: Path, summaries: Sequence[ArmSummary], sizes: Sequence[int]) -> None:
-    """summary.csv, whole."""
+    """Write summary.csv as a whole."""
     rows = [_summary_row(summary, sizes) for summary in summaries]
     _write_csv(path, list(rows[0]) if rows else [], [list(row.values()) for row in rows])
 
@@ -158,7 +158,7 @@ def _summary_row(summary: ArmSummary, sizes: Sequence[int]) -> dict[str, str]:
 
 
 def _cell(value: Any, spell: Callable[[float], str] = "{:.6g}".format) -> str:
-    """Nothing where there is no number."""
+    """The text of a cell, empty for NaN and infinity."""
     if not isinstance(value, float):
         return str(value)
     if not math.isfinite(value):
@@ -179,7 +179,7 @@ def _write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def describe_study(study: Study, configs: Mapping[str, TrainConfig], images: Mapping[str, Any]) -> dict[str, Any]:
-    """All that must not change between two starts of a study: settings of the recipe, arms, seeds, images."""
+    """The record of a study: recipe, arms, seeds and images, which must not change; the path of the data may."""
     names = [item.name for item in fields(TrainConfig) if item.metadata["kind"] == "recipe" and item.name != "seed"]
     mappings = {arm: to_mapping(config) for arm, config in configs.items()}
     first = next(iter(mappings.values()))
@@ -195,7 +195,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_record(folder: Path, description: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The record of the study in a folder; None if there is none yet, ValueError if it is of another study."""
+    """The record of the study in a folder; None if there is none yet, ValueError if it is that of another study."""
     path = folder / RECORD
     if not path.exists():
         if folder.is_dir() and any(folder.iterdir()):
@@ -216,7 +216,7 @@ def check_record(folder: Path, description: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of each arm, those that it shares included, under 'arm NAME', and the rest."""
+    """What must not change, by name: all settings of each arm, including shared ones, and those of the study."""
     own = ["seeds", "sizes", "sequence", "minutes_per_run", "images"]
     free = {"arms", "about", "seconds_per_step", "data", "modules", *own}
     shared = {name: value for name, value in description.items() if name not in free}
@@ -225,7 +225,7 @@ def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What has changed, one text each; what has changed alike in all arms is said once."""
+    """What has changed, one line per change; a change that is the same in all arms is listed once."""
     changes = [f"{name} is gone" for name in old if name not in new] + [f"{name} is new" for name in new.keys() - old]
     in_arms: dict[str, list[str]] = {}
     for name in (name for name in old if name in new):
@@ -247,10 +247,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def working_on(folder: Path) -> Iterator[None]:
-    """Refuse a second process in the same study; the system lets go of the record when the first one ends."""
+    """Refuse a second process in the same study, with a lock that the system releases when the first one ends."""
     with open(folder / RECORD) as record:
         try:
-            # not on Windows
+            # Windows has no such module
             import fcntl
 
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -262,6 +262,6 @@ def working_on(folder: Path) -> Iterator[None]:
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """study.yaml, which `hgrn-vision compare` takes too."""
+    """Write study.yaml, which `hgrn-vision compare` accepts as a study file."""
     text = yaml.dump(dict(record), Dumper=yaml.SafeDumper, sort_keys=False, allow_unicode=True, width=120)
     write_text(folder / RECORD, text)

@@ -1,4 +1,4 @@
-"""What a study is going to do, checked before anything is trained."""
+"""What a study will do, checked before anything is trained."""
 
 import math
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ class ArmPlan:
     config: TrainConfig
     epoch_steps: int
     parameters: int
-    multiply_adds: float  # NaN where they cannot be counted
+    multiply_adds: float  # for one image; NaN if they cannot be counted
     side: int  # of its images
 
     @property
     def steps(self) -> int:
-        """Of one run."""
+        """Optimizer steps of one run."""
         return self.config.epochs * self.epoch_steps
 
     def fitted(self, minutes: float, seconds_per_step: float) -> "ArmPlan":
-        """The same in so many minutes of training."""
+        """The same arm with as many steps as fit into so many minutes of training."""
         config = fit_minutes(self.config, minutes, seconds_per_step, self.epoch_steps)
         return ArmPlan(self.arm, config, config.epoch_steps, self.parameters, self.multiply_adds, self.side)
 
@@ -52,16 +52,16 @@ class Plan:
 
 
 def make_plan(study: Study) -> Plan:
-    """Check the whole study: its models can be built and take the images, its data is there."""
+    """Plan the whole study, and check that its data exists and that its models can be built and take the images."""
     import_modules(study.modules)
     configs = study.configs()
     if study.minutes_per_run and any(config.first_sizes for config in configs.values()):
-        raise ValueError("first_sizes counts epochs, whose number --minutes-per-run does not know beforehand")
+        raise ValueError("first_sizes counts epochs, whose number --minutes-per-run changes: use one or the other")
     opened: dict[str, tuple[Split | Stream, Split | Stream]] = {}
     arms = []
     for arm in study.arms:
         config = configs[arm.name]
-        # only this setting of the images may differ between arms
+        # train_split is the only setting of the images that may differ between arms
         if config.train_split not in opened:
             opened[config.train_split] = open_splits(config)
         train, validation = opened[config.train_split]
@@ -84,7 +84,7 @@ def _cost(model: nn.Module, size: tuple[int, int, int]) -> float:
     try:
         return float(multiply_adds(model, size))
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
-        # not all models can be followed without numbers: one that runs is good enough
+        # some models do not run on the meta device; one that runs on zeros is good enough
         try:
             with torch.no_grad():
                 model.eval()(torch.zeros(1, *size))

@@ -1,4 +1,4 @@
-"""Gathers what the page of a study shows, and says in words what was found."""
+"""Gathers what the report of a study shows, and puts the result into words."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ def write_study_page(
     logs: Logs,
     about: Mapping[str, str],
 ) -> None:
-    """report.html of the runs so far; logs are the rows of each run's log.csv."""
+    """Write report.html from the runs so far; `logs` holds the rows of each run's log.csv."""
     sides = {arm.arm.name: arm.side for arm in plan.arms}
     by_time = bool(plan.study.minutes_per_run)
     arms = [_arm(summary, plan, results, logs, sides[summary.arm]) for summary in summaries]
@@ -46,7 +46,7 @@ def write_study_page(
 
 
 def sentence(summary: ArmSummary, first: str) -> str:
-    """What the seeds say of an arm."""
+    """What the seeds say about an arm."""
     name = f"{summary.arm}: "
     diverged = f" {summary.diverged} of {summary.runs + summary.diverged} runs diverged and are left out."
     end = diverged if summary.diverged else ""
@@ -58,21 +58,21 @@ def sentence(summary: ArmSummary, first: str) -> str:
     difference = summary.difference
     pairs = f"{difference.pairs} seed{'s' if difference.pairs != 1 else ''}"
     if difference.pairs == 0:
-        return f"{name}{top1}; not compared with {first}, no seed has finished in both.{end}"
+        return f"{name}{top1}; not compared with {first}, as no seed has finished in both.{end}"
     if difference.verdict == "not told apart":
         return f"{name}{top1}, not told apart from {first} by {pairs} ({spell_difference(difference)}).{end}"
     return f"{name}{top1}, {difference.verdict} {first} ({spell_difference(difference)}, {pairs}).{end}"
 
 
 def spell(value: Spread) -> str:
-    """Mean and standard deviation."""
+    """Mean and standard deviation as text; a dash if there are no values."""
     if not value.count:
         return "-"
     return f"{value.mean:.2f}" if math.isnan(value.std) else f"{value.mean:.2f} ± {value.std:.2f}"
 
 
 def spell_difference(difference: Difference | None) -> str:
-    """A difference with its interval, in points."""
+    """A difference with its interval as text, in percentage points."""
     if difference is None or not difference.pairs:
         return ""
     if math.isinf(difference.low):
@@ -128,7 +128,7 @@ def _cells(summary: ArmSummary) -> list[str]:
 
 
 def _curve(log: Sequence[Mapping[str, str]], result: RunResult, plan: Plan) -> list[tuple[float, float]]:
-    """Top-1 after each epoch, by step, or by minutes where these are what the arms have equal."""
+    """Top-1 after each epoch, by step, or by minutes if the arms have equal time."""
     batch = next(arm.config.batch_size for arm in plan.arms if arm.arm.name == result.arm)
     points, seconds, before = [], 0.0, 0
     for row in log:
@@ -165,16 +165,16 @@ def _notes(plan: Plan, results: Sequence[RunResult], summaries: Sequence[ArmSumm
         notes.append(f"{len(results)} of {total} runs are done; the numbers are preliminary.")
     if plan.study.minutes_per_run:
         notes.append(
-            f"Every run has {plan.study.minutes_per_run:g} minutes of training, evaluation not counted: before the "
-            "first run, steps of all arms were timed in turn, and each arm has the schedule of as many as fit. "
-            "The measured pace is in study.yaml."
+            f"Every run has {plan.study.minutes_per_run:g} minutes of training, not counting evaluation. Before the "
+            "first run, steps of all arms were timed in turn, and each arm's schedule has as many steps as fit. "
+            "The measured seconds per step are in study.yaml."
         )
     elif len({arm.steps for arm in plan.arms}) == 1:
         notes.append(f"Every run has the same budget of {plan.arms[0].steps:,} optimizer steps.")
     if plan.study.sequence:
         notes.append("Images are grey and read pixel by pixel, one token each, in raster order.")
     if any(summary.diverged for summary in summaries):
-        notes.append("Runs whose loss became infinite or NaN and stayed so count as diverged; means leave them out.")
+        notes.append("Runs whose loss became infinite or NaN and did not recover have diverged; means leave them out.")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Runs a study: every arm with every seed, one after the other; the same call goes on wherever it was stopped."""
+"""Runs a study: every arm with every seed, one after the other; the same call continues a study that was stopped."""
 
 import csv
 import math
@@ -38,13 +38,13 @@ from .study_report import write_study_page
 
 
 class StudyObserver(Observer):
-    """Receives the events of a study beside those of its runs."""
+    """Receives the events of a study in addition to those of its runs."""
 
     def timing(self, plan: Plan) -> None:
-        """Steps of all arms are being timed."""
+        """Steps of all arms are about to be timed."""
 
     def opened(self, plan: Plan, results: Sequence[RunResult]) -> None:
-        """The study is about to start, or to go on after these results."""
+        """The study is about to start, or to continue after these results."""
 
     def run_began(self, number: int, arm: ArmPlan, seed: int) -> None:
         """Run `number`, counted from 1, is about to start."""
@@ -57,7 +57,7 @@ class StudyObserver(Observer):
 class StudyOutcome:
     """How a study ended this time."""
 
-    finished: bool  # else it was asked to stop
+    finished: bool  # False if it was asked to stop
     output: Path
     summaries: list[ArmSummary]
 
@@ -69,14 +69,14 @@ def run_study(
     observer: StudyObserver | None = None,
     details: Callable[[TrainConfig], dict[str, str]] = lambda config: {},
 ) -> StudyOutcome:
-    """Start the study in folder `output`, or go on with it.
+    """Start the study in folder `output`, or continue it.
 
     Args:
-        plan: of the whole study, finished runs included.
-        output: gets a run folder for each arm and seed, and the tables.
+        plan: the whole study, including finished runs.
+        output: folder for the tables, and a run folder for each arm and seed.
         command: what the user typed, for the record.
         observer: receives the events.
-        details: of a run with this config, recorded beside the versions.
+        details: what to record of a run with this config, beside the versions.
     """
     observer = observer or StudyObserver()
     about = {"command": command, **versions()}
@@ -95,7 +95,7 @@ def _run_all(
     observer: StudyObserver,
     details: Callable[[TrainConfig], dict[str, str]],
 ) -> StudyOutcome:
-    """Every run that has no result yet."""
+    """Do every run that has no result yet."""
     results = read_runs(output / RUNS)
     done = {(result.arm, result.seed) for result in results}
     observer.opened(plan, results)
@@ -110,7 +110,7 @@ def _run_all(
         _write_outcome(plan, output, results, about)
         observer.run_ended(number, result)
     if len(done) == len(plan.runs):
-        # nothing was left to run: a kill may have come between the last run's row and the other files
+        # nothing was left to run, but the study may have been killed after the last run's row, before the other files
         _write_outcome(plan, output, results, about)
     return StudyOutcome(True, output, _summaries(plan, results))
 
@@ -118,7 +118,10 @@ def _run_all(
 def _open(
     plan: Plan, output: Path, about: dict[str, str], observer: StudyObserver
 ) -> tuple[Plan | None, dict[str, str]]:
-    """The plan with its steps fitted to the minutes where there are any, and what the record says of its beginning."""
+    """The plan, fitted to the minutes per run if there are any, and the command and versions that started the study.
+
+    The plan is None if the study was asked to stop.
+    """
     configs = {arm.arm.name: arm.config for arm in plan.arms}
     description = describe_study(plan.study, configs, plan.images)
     record = check_record(output, description)
@@ -146,7 +149,7 @@ def _run(
     observer: StudyObserver,
     details: dict[str, str],
 ) -> RunResult | None:
-    """Train an arm with a seed, or go on with that; None if it was asked to stop."""
+    """Start or continue the run of an arm with a seed; None if it was asked to stop."""
     config = replace(arm.config, seed=seed)
     folder = output / arm.arm.folder / f"seed{seed}"
     forget_peak(choose_device(config.device))
@@ -155,7 +158,7 @@ def _run(
         if outcome.status == "stopped":
             return None
         history = outcome.progress.history
-        # a run may end before it has gone back often enough to give up
+        # a diverging run may reach its end before it has gone back often enough to give up
         status = "finished" if math.isfinite(history[-1]["val_loss"]) else "diverged"
     except Diverged:
         checkpoint = Checkpoints(folder / "checkpoints").load()
@@ -165,7 +168,7 @@ def _run(
 
 
 def _score_sizes(folder: Path, config: TrainConfig, sizes: Sequence[int]) -> dict[int, float]:
-    """Top-1 of the weights after the last epoch by image size; those that the model cannot take are left out."""
+    """Top-1 of the last epoch's weights by image size; sizes that the model cannot take are left out."""
     found = {}
     for size in sizes:
         here = {name: getattr(config, name) for name in ("device", "threads", "workers", "data")}
@@ -211,7 +214,7 @@ def _summaries(plan: Plan, results: Sequence[RunResult]) -> list[ArmSummary]:
 
 
 def _write_outcome(plan: Plan, output: Path, results: Sequence[RunResult], about: Mapping[str, str]) -> None:
-    """The three files, each whole, in the order of the plan."""
+    """Write study.csv, summary.csv and report.html, with the runs in the order of the plan."""
     order = {(arm.arm.name, seed): place for place, (arm, seed) in enumerate(plan.runs)}
     results = sorted(results, key=lambda result: order[result.arm, result.seed])
     summaries = _summaries(plan, results)
@@ -222,7 +225,7 @@ def _write_outcome(plan: Plan, output: Path, results: Sequence[RunResult], about
 
 
 def _read_log(path: Path) -> list[dict[str, str]]:
-    """log.csv of a run; nothing if somebody has removed it."""
+    """The rows of a run's log.csv; none if the file was removed."""
     if not path.exists():
         return []
     with open(path, newline="", encoding="utf-8") as file:

@@ -32,7 +32,7 @@ def write_summary(
     bad: list[BadRecord],
     gates: list[GateLayer],
 ) -> None:
-    """report.html of the evaluation of a run's best weights."""
+    """Write report.html from the evaluation of a run's best weights."""
     result = {
         "top1": evaluation.top1,
         "top5": evaluation.top5,
@@ -79,9 +79,9 @@ def _mistakes(validation: Split | Stream, evaluation: Evaluation) -> list[Mistak
 def _notes(progress: Progress) -> list[str]:
     notes = []
     if progress.skipped:
-        notes.append(f"{progress.skipped} steps were skipped: their loss or gradient was not finite.")
+        notes.append(f"Steps skipped because their loss or gradient was not finite: {progress.skipped}.")
     if progress.rollbacks:
-        notes.append(f"The run went back to its last checkpoint {progress.rollbacks} times.")
+        notes.append(f"Times that the run went back to its last checkpoint: {progress.rollbacks}.")
     return notes
 
 

@@ -20,7 +20,7 @@ ONNX_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tenso
 
 
 class Answer(NamedTuple):
-    """A teacher's answer to a batch: logits (B, classes), and its last map (B, C, H, W) where it has one."""
+    """A teacher's answer to a batch: logits (B, classes), and its last feature map (B, C, H, W) if that is wanted."""
 
     logits: torch.Tensor
     map: torch.Tensor | None
@@ -28,25 +28,25 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Teacher:
-    """A trained classifier, the pixels that it wants and the names of its classes."""
+    """A trained classifier, the pixels that it expects and the names of its classes."""
 
     name: str
     network: nn.Module  # normalised images -> Answer
     spec: DataSpec
     class_names: list[str] | None
     num_classes: int
-    map_channels: int | None = None  # of its last map, None where it has no maps
+    map_channels: int | None = None  # of its last feature map; None if that is not wanted
     digest: str = ""  # changes with its weights
     device: torch.device = torch.device("cpu")
 
     @property
     def aliases(self) -> list[tuple[str, ...]]:
-        """Other names of each class if the classes are ImageNet's: the WordNet id and all its words."""
+        """Other names of each class, if the classes are ImageNet's: its WordNet id and all its words."""
         return imagenet_aliases(self.num_classes) or [()] * self.num_classes
 
     @torch.no_grad()
     def __call__(self, images: torch.Tensor, spec: DataSpec) -> Answer:
-        """The answer to images that were normalised for a model that wants `spec`, at whatever size."""
+        """The answer to images of any size, normalised as `spec` says."""
         images = resize(images, self.spec.input_size[-2:])
         if (spec.mean, spec.std) != (self.spec.mean, self.spec.std):
             images = normalise(unnormalise(images, spec), self.spec, scale=1)
@@ -61,7 +61,7 @@ def open_teacher(
     maps: bool = False,
     device: torch.device | None = None,
 ) -> Teacher:
-    """Load a teacher and try it on one image.
+    """Load a teacher and try it on a batch of two blank images.
 
     Args:
         name: a timm name, local-dir:FOLDER, hf-hub:NAME, a run or model folder of ours, or a .onnx file.
@@ -79,7 +79,7 @@ def open_teacher(
     count = answer.logits.shape[-1]
     class_names = class_names or imagenet_names(count)
     if class_names and len(class_names) != count:
-        raise ValueError(f"teacher {name} names {len(class_names)} classes and has {count} outputs")
+        raise ValueError(f"teacher {name} names {len(class_names)} classes but has {count} outputs")
     channels = answer.map.shape[1] if answer.map is not None else None
     return Teacher(name, network, spec, class_names, count, channels, _digest(name, network), device)
 
@@ -97,18 +97,18 @@ def _try(name: str, network: nn.Module, images: torch.Tensor) -> Answer:
     try:
         with torch.no_grad():
             return network(images)
-    # whatever a model or its runtime raises when it meets images of this size
+    # models and runtimes raise all sorts of errors for images of a wrong size
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         size = "x".join(map(str, images.shape[1:]))
-        raise ValueError(f"teacher {name} does not run on an image of {size}: {reason}") from error
+        raise ValueError(f"teacher {name} does not run on images of {size}: {reason}") from error
 
 
-Opened = tuple[nn.Module, DataSpec, list[str] | None]  # what answers, the pixels it wants, its class names
+Opened = tuple[nn.Module, DataSpec, list[str] | None]  # the network, the pixels it expects, its class names
 
 
 class _TimmNetwork(nn.Module):
-    """A timm model that answers with its last map too where that is wanted."""
+    """A timm model that also returns its last feature map, if that is wanted."""
 
     def __init__(self, model: nn.Module, maps: bool) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def _open_timm(name: str, side: int | None, wanted: dict[str, Any], maps: bool, 
         raise ValueError(f"teacher {name} has no classification head")
     spec = resolve_spec(model, **wanted)
     channels, *described = spec.input_size
-    # a saved model's description names its architecture's size, its patch embedding the one it was built for
+    # the pretrained_cfg of a saved model has the size of its architecture, the patch embedding the one it was built for
     size = (side, side) if side else getattr(getattr(model, "patch_embed", None), "img_size", None) or described
     spec = spec._replace(input_size=(channels, *size))
     return _TimmNetwork(model.requires_grad_(False).eval().to(device), maps), spec, _timm_names(model)
@@ -181,7 +181,7 @@ def _open_onnx(name: str, side: int | None, wanted: dict[str, Any], maps: bool, 
         raise ValueError(f"no such file: {name}")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    # its threads would otherwise wait by spinning while the student needs the cores
+    # otherwise its idle threads would spin while the student needs the cores
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     try:
@@ -210,7 +210,7 @@ def _open_onnx(name: str, side: int | None, wanted: dict[str, Any], maps: bool, 
 
 
 def _image_input(name: str, session: Any) -> tuple[str, Any, int, list[int | None]]:
-    """Name, type, channels and fixed sides of the one input, which has to be a batch of images."""
+    """Name, type, channels and fixed sides of the only input, which has to be a batch of images."""
     inputs = session.get_inputs()
     first = inputs[0]
     shape = [size if isinstance(size, int) else None for size in first.shape]
@@ -219,12 +219,12 @@ def _image_input(name: str, session: Any) -> tuple[str, Any, int, list[int | Non
         found = ", ".join(f"{each.name} {each.type} {each.shape}" for each in inputs)
         raise ValueError(f"the input of {name} is not an image (batch, 1 or 3 channels, height, width): {found}")
     if shape[0] is not None:
-        raise ValueError(f"{name} takes {shape[0]} images at once; export it with a dynamic batch")
+        raise ValueError(f"{name} only takes batches of {shape[0]}; export it with a dynamic batch size")
     return first.name, ONNX_TYPES[first.type], shape[1] or 3, shape[2:]
 
 
 def _outputs(name: str, session: Any, maps: bool) -> tuple[Any, Any]:
-    """The logits output, and the feature map's if one is wanted."""
+    """The output with the logits, and the one with the feature map if that is wanted."""
     outputs = session.get_outputs()
     logits = next((output for output in outputs if len(output.shape) == 2), None)
     if logits is None:
@@ -236,7 +236,7 @@ def _outputs(name: str, session: Any, maps: bool) -> tuple[Any, Any]:
 
 
 def _metadata(session: Any) -> dict[str, Any]:
-    """What our own export writes beside the model; empty for other files."""
+    """The metadata that our own export writes into the file; usually empty for other files."""
     found = {}
     for key, value in session.get_modelmeta().custom_metadata_map.items():
         try:

@@ -20,7 +20,7 @@ class TensorBoard:
 
     def __init__(self, output: Path, first_step: int) -> None:
         module = _load("torch.utils.tensorboard", "tensorboard", "--tensorboard")
-        # what was logged after the checkpoint that a run resumes from will be logged again
+        # steps after the checkpoint that a run resumes from will be logged again
         self.writer = module.SummaryWriter(str(output / "tensorboard"), purge_step=first_step)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:

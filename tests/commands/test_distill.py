@@ -246,11 +246,11 @@ BAD = [
     (["photos", "--teacher", "flat.onnx"], "the input of flat.onnx is not an image"),
     (
         ["photos", "--teacher", "teacher", "--val", "photos"],
-        "no folder of photos is named after a class of the teacher",
+        "no folder in photos is named after a class of the teacher",
     ),
     (["photos", "--teacher", "teacher", "--val", "nowhere"], "no such folder: nowhere"),
-    (["photos", "--teacher", "teacher", "--first-sizes", "56by8"], "first_sizes is written SIDExEPOCHS"),
-    (["photos", "--teacher", "teacher", "--first-sizes", "8x3"], "first_sizes takes 3 epochs and leaves none of the 3"),
+    (["photos", "--teacher", "teacher", "--first-sizes", "56by8"], "first_sizes must be SIDExEPOCHS"),
+    (["photos", "--teacher", "teacher", "--first-sizes", "8x3"], "first_sizes takes 3 epochs, which leaves none of 3"),
     (["photos", "--teacher", "teacher", "--output", "val"], "val is not empty and holds no run"),
 ]
 

@@ -172,4 +172,4 @@ def test_nothing_readable(model, data, capsys):
     for path in data.glob("*/*.png"):
         path.write_bytes(b"")
     assert main(["evaluate", model, str(data)]) == 2
-    assert "none of the 36 validation images could be read, the first because: empty file" in capsys.readouterr().err
+    assert "none of the 36 validation images could be read; the first error: empty file" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Fixtures of several test files."""
+"""Fixtures that several test files share."""
 
 import pytest
 from training import SMALL, Setup, digits
@@ -8,7 +8,7 @@ from hgrn_vision.train.run_folder import export_model
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """A model folder that knows the digits' classes, wider than the student."""
+    """A model folder with the classes of the digits; the model is wider than the student."""
     config = digits(model_args={**SMALL, "embed_dim": 24})
     folder = tmp_path_factory.mktemp("teacher") / "model"
     setup = Setup(config)

@@ -1,4 +1,4 @@
-"""Kept answers: the teacher is asked once about a view, and damage counts as no answer."""
+"""Kept answers: the teacher is asked about each view once, and a damaged answer counts as none."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SETTINGS = {"photos": ("a",), "pack": 8, "mixup": 0.0, "cutmix": 0.0, "reprob": 
 
 
 class Oracle:
-    """Answers that tell who was asked, and when."""
+    """Gives answers that show which position was asked about, and in which call."""
 
     def __init__(self):
         self.asked = []

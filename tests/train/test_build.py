@@ -54,7 +54,7 @@ def test_first_weights_are_taken_over_and_the_head_is_new():
     other, model = build_model(digits(seed=1), 7), build_model(digits(), 10)
     head = model.head.weight.clone()
     load_body(model, other.state_dict(), seed=0)
-    # a head of the same seed would be the one that these weights were trained for
+    # a head from the same seed would be the one that these weights were trained with
     assert model.head.weight.shape == (10, 16) and not torch.equal(model.head.weight, head)
     for name, tensor in model.state_dict().items():
         assert name.startswith("head.") or torch.equal(tensor, other.state_dict()[name]), name
@@ -67,7 +67,7 @@ def test_first_weights_suit_other_patches_and_a_local_convolution():
     other = build_model(digits(seed=1), 7)
     model = build_model(digits(model_args={**SMALL, "patch_size": 4, "local_conv": 3}), 10)
     load_body(model, other.state_dict(), seed=0)
-    # twice the patch on an image twice as large: nearly the same tokens
+    # patches twice as large on an image twice as large: nearly the same tokens
     image = torch.nn.functional.interpolate(torch.randn(1, 3, 4, 4), size=16, mode="bicubic")
     large = torch.nn.functional.interpolate(image, scale_factor=4 // other.patch_embed.patch_size[0], mode="bicubic")
     (tokens, _), (same, _) = other.embed(image), model.embed(large)

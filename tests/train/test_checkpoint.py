@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out, and nothing damaged or foreign is taken for one."""
+"""Checkpoints: what goes in comes out, and damaged or foreign files are refused."""
 
 import json
 import logging
@@ -56,7 +56,7 @@ def test_the_weights_to_use_are_the_averaged_ones():
 
 
 def rewrite(path, **changes):
-    """Change what a checkpoint file says it holds, with a checksum that fits."""
+    """Change the state in a checkpoint file and give it a matching checksum."""
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     contents = {**unpack(json.loads(metadata["state"]), tensors), **changes}
@@ -66,7 +66,7 @@ def rewrite(path, **changes):
 
 
 def test_what_a_checkpoint_holds_on_disk(tmp_path):
-    """Files of earlier versions have these names, and some of them lack some."""
+    """Files of earlier versions have these names, though some lack a few."""
     path = tmp_path / "c.safetensors"
     write(path, contents(3))
     with safe_open(path, framework="pt") as file:
@@ -105,7 +105,7 @@ def swap_for_pickle(data: bytes) -> bytes:
 
 
 class Trap:
-    """What a malicious file would hold: code that runs when it is unpickled."""
+    """What a malicious file would contain: code that runs when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("the-trap-was-sprung",)
@@ -126,7 +126,7 @@ def test_damage_falls_back_on_the_previous(tmp_path, monkeypatch, caplog, damage
         assert again.load().progress["updates"] == 2
     assert "last.safetensors" in caplog.text
     assert not (tmp_path / "the-trap-was-sprung").exists()
-    # the next save must replace the damaged file, not the good one that the run went on from
+    # the next save must replace the damaged file, not the good one that the run continued from
     again.save(contents(4))
     assert read(again.previous).progress["updates"] == 2
     assert read(again.last).progress["updates"] == 4

@@ -24,7 +24,7 @@ def test_a_runs_own_settings_file_can_be_used_again(tmp_path):
 
 
 def test_the_papers_recipe_is_the_papers_table():
-    """The column for images of the paper's configuration table."""
+    """The image column of the paper's configuration table."""
     config = tool.resolve(parse("/data", "--recipe", "paper"))
     table = (2048, 300, 5, 2.5e-4, "cosine", "adamw", 1e-8, (0.9, 0.98), 0.1, 1.0)
     names = "batch_size epochs warmup_epochs lr sched opt opt_eps betas weight_decay clip_grad"

@@ -1,4 +1,4 @@
-"""The losses of distillation, against formulas written out by hand in float64."""
+"""The losses of distillation against formulas written out in float64."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_map_loss_compares_on_the_coarser_grid(grid, own_grid):
 
 
 class Student(nn.Module):
-    """As little of a timm model as a task needs."""
+    """The parts of a timm model that a task needs."""
 
     feature_info = [{"num_chs": 9}, {"num_chs": 4}]
 

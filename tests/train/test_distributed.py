@@ -1,4 +1,4 @@
-"""What a process of a run decides about the others, without others."""
+"""How a process of a run deals with the others, tested without others."""
 
 import logging
 from datetime import timedelta
@@ -18,7 +18,7 @@ MISSING = "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 180000 ms\nExcep
 
 @pytest.fixture
 def roll_call(monkeypatch):
-    """What a barrier of two ranks was asked, and how it ends."""
+    """Records the calls of a barrier between two ranks, and decides how they end."""
     calls = {"asked": [], "error": None}
 
     def monitored_barrier(**options):
@@ -82,7 +82,7 @@ def test_the_timeout_is_the_setting(monkeypatch):
 LAUNCHERS = {
     "torchrun": {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "2"},
     "srun": {"SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}", "SLURM_NTASKS": "2"},
-    # one torchrun per node: its own numbers are the ones that count
+    # one torchrun per node: torchrun's own numbers count
     "torchrun in srun": {"RANK": "{rank}", "WORLD_SIZE": "4", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
 }
 
@@ -109,14 +109,14 @@ def test_the_main_process_is_rank_0_of_any_launcher(launched):
 def test_a_process_alone_is_the_main_one(monkeypatch):
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    # as in the batch script of a SLURM job of one task
+    # as in the batch script of a SLURM job with one task
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert is_main()
 
 
 def test_only_the_main_process_prints_warns_and_clears_the_smoke_folder(launched, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    # the command sets the handlers of its process; this one has its own back after the test
+    # the command sets signal handlers for the process; the test restores its own
     monkeypatch.setattr(logging.getLogger("hgrn_vision"), "handlers", [])
     kept = tmp_path / "runs" / "smoke-digits-hgrn_deit_tiny" / "kept"
     kept.mkdir(parents=True)

@@ -116,7 +116,7 @@ OPTIONS = [  # the setting, and others that it needs to matter
     ("std", (0.9, 0.9, 0.9), {}),
     ("precision", "bf16", {}),
 ]
-ELSEWHERE = {  # recipe settings that other tests see the effect of: of data sources, distillation, the end, the name
+ELSEWHERE = {  # recipe settings whose effect other tests check: data sources, distillation, when a run ends, names
     *("dataset", "train_split", "val_split", "holdout", "classes", "input_key", "target_key"),
     *(
         "teacher",
@@ -159,7 +159,7 @@ def test_machine_settings_do_not_change_the_result(setting):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """An engine whose loss is NaN in the steps of a set."""
+    """An engine whose loss is NaN in the given steps."""
     setup = Setup(digits(epoch_steps=8, ema=0.9))
     steps: set[int] = set()
     whole = Engine._backward
@@ -201,12 +201,12 @@ def test_an_overflow_that_the_fp16_scaler_cures_is_not_counted():
     engine.scaler.update(2.0**10)
     setup.run(1)
     assert not torch.equal(setup.weights(), before)
-    # a scale that can shrink no further does not hide a gradient that is never finite
+    # once the scale cannot shrink any further, a gradient that is not finite counts as bad
     for scale, bad in ((2.0, False), (1.0, True)):
         engine.scaler.update(scale)
         result = engine._agree(0.5, torch.tensor(float("inf")))
         assert (result.applied, result.bad) == (False, bad)
-    # and no scale hides a loss that is not finite
+    # a loss that is not finite is bad at any scale
     engine.scaler.update(2.0)
     assert engine._agree(float("nan"), torch.tensor(1.0)).bad
 

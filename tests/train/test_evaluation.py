@@ -1,4 +1,4 @@
-"""What an evaluator makes of logits."""
+"""From logits to an evaluation."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from hgrn_vision.train.evaluation import collect, find_checkpoint
 
 
 def evaluation_of(logits, true):
-    """What the evaluator makes of these logits, which come in two batches, the last images first."""
+    """The evaluation of these logits, which come in two batches, the last images first."""
     logits, true, indices = torch.as_tensor(logits), torch.as_tensor(true), torch.arange(len(true))
     answers = iter([logits[7:], logits[:7]])
     batches = [EvalBatch(torch.empty(0), true[part], indices[part], []) for part in (slice(7, None), slice(7))]
@@ -21,7 +21,7 @@ def evaluation_of(logits, true):
 
 def test_top_5_among_many_classes():
     rng = np.random.RandomState(0)
-    # rounded, so that many classes tie: the first of them comes first
+    # rounded, so that many classes tie: the lowest class number wins
     logits, true = rng.normal(size=(300, 20)).round(), rng.randint(0, 20, 300)
     evaluation = evaluation_of(logits, true)
     metrics = measure(evaluation, 20)
@@ -46,7 +46,7 @@ def test_images_come_in_the_order_of_the_split_and_the_worst_mistakes_first():
     logits = np.zeros((10, 3))
     true = np.arange(10) % 3
     logits[np.arange(10), true] = np.arange(10)
-    # wrong by little, and by much
+    # slightly wrong, and badly wrong
     logits[4], logits[8] = (5, 0, 0), (50, 0, 0)
     evaluation = evaluation_of(logits, true)
     assert evaluation.indices.tolist() == list(range(10)) and evaluation.targets.tolist() == true.tolist()
@@ -60,7 +60,7 @@ def test_images_come_in_the_order_of_the_split_and_the_worst_mistakes_first():
 def test_nothing_to_evaluate_is_an_error():
     bad = [BadRecord("validation", 1, "b.png", "empty file"), BadRecord("validation", 0, "a.png", "not an image")]
     batch = EvalBatch(torch.empty(0), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), bad)
-    with pytest.raises(ValueError, match="none of the 2 validation images could be read, the first because: not an im"):
+    with pytest.raises(ValueError, match="none of the 2 validation images could be read; the first error: not an im"):
         collect(pytest.fail, [batch])
 
 

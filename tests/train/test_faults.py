@@ -1,4 +1,4 @@
-"""What can go wrong in the middle of a run: signals, and memory that is not enough."""
+"""What can go wrong in the middle of a run: signals, and too little memory."""
 
 import signal
 import threading

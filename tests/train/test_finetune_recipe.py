@@ -1,4 +1,4 @@
-"""Settings for small data as a function of how many images there are and how large."""
+"""Settings for small data sets, by the number of images and their size."""
 
 import pytest
 import timm

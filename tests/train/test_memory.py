@@ -53,7 +53,7 @@ def test_malloc_is_told_to_keep_what_is_freed(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library if name is None else pytest.fail("another library"))
     assert memory.keep_freed_memory() is True
-    # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h: neither the end of the heap nor large blocks go back
+    # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h: neither the end of the heap nor large blocks are returned
     assert told == {-1: 2**30, -3: 2**30}
     library.mallopt = lambda name, value: int(name != -3)
     assert memory.keep_freed_memory() is False, "malloc refused"
@@ -96,7 +96,7 @@ def test_the_peak_is_in_mebibytes(platform, unit, monkeypatch):
 
 
 def test_the_peak_of_a_step_is_counted_from_what_was_held_before_it(monkeypatch):
-    """Freed memory is given back and the peak forgotten after a first step, which leaves what stays."""
+    """After a first step, freed memory is given back and the peak reset, so that only lasting allocations remain."""
     events, status = [], {"VmRSS": 700, "VmHWM": 1000}
     note = events.append
 

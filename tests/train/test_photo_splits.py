@@ -16,7 +16,7 @@ COLOURS = ["red", "green", "blue"]
 
 
 class Eye(nn.Module):
-    """Says which colour an image has most of."""
+    """Answers with the dominant colour of an image."""
 
     def forward(self, images):
         return Answer(images.mean((2, 3)), None)
@@ -84,7 +84,7 @@ def test_labelled_images_are_matched_by_name_or_number(tmp_path, settings, caplo
         splits = open_photo_splits(settings(val=str(tmp_path / "val")), teacher())
     found = {splits.labelled.image_name(i): int(splits.labelled.labels[i]) for i in range(len(splits.labelled))}
     assert found == {"0/0.png": 0, "0/1.png": 0, **{f"Blue/{i}.png": 2 for i in range(3)}}
-    assert "4 images of" in caplog.text and "left out: purple" in caplog.text
+    assert "4 images in" in caplog.text and "left out: purple" in caplog.text
 
 
 def test_a_limit_holds_for_both_things_that_are_measured(tmp_path, settings):
@@ -97,7 +97,7 @@ def test_a_limit_holds_for_both_things_that_are_measured(tmp_path, settings):
 
 def test_what_is_refused(tmp_path, settings):
     write_colours(tmp_path / "photos", 1)
-    with pytest.raises(ValueError, match="one photograph in .*photos is too few to hold any out"):
+    with pytest.raises(ValueError, match="photos: a single photograph is too few to hold any out"):
         open_photo_splits(settings(), teacher())
     with pytest.raises(ValueError, match="teacher eye does not name its classes: give --classes"):
         open_photo_splits(settings(), teacher(None))
@@ -108,7 +108,7 @@ def test_what_is_refused(tmp_path, settings):
         open_photo_splits(settings(classes=str(tmp_path / "names.txt")), teacher())
     write(tmp_path / "val" / "purple" / "1.png")
     with pytest.raises(
-        ValueError, match="no folder of .*val is named after a class.*found purple, expected .*red, green"
+        ValueError, match="no folder in .*val is named after a class.*found purple, expected .*red, green"
     ):
         open_photo_splits(settings(val=str(tmp_path / "val")), teacher())
     with pytest.raises(ValueError, match="no such folder: nowhere"):

@@ -94,12 +94,12 @@ def test_two_ranks_are_one_and_a_run_moves_between_them(launch):
     code, output = launch.run(*arguments, "--output", alone)
     assert code == 0, output
 
-    # two of the four micro-batches of a step are a rank's: in the fifth step
+    # each rank has two of the four micro-batches of a step: stopped in the fifth step
     moment = (signal.SIGUSR1, "torch.Tensor.backward", "", 10)
     ranks = launch.start_ranks(2, *arguments, "--output", moved, moments={1: moment})
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output
     assert "stopped at step 5" in ranks[0].output and last(moved).progress["updates"] == 5
-    # in the fourth after it
+    # stopped in the fourth step after that
     moment = (signal.SIGINT, "torch.Tensor.backward", "", 14)
     code, output = launch.run(*arguments, "--output", moved, moment=moment)
     assert code == 0 and "stopped at step 9" in output, output
@@ -110,7 +110,7 @@ def test_two_ranks_are_one_and_a_run_moves_between_them(launch):
 
 
 def test_evaluation_counts_every_image_once_on_any_number_of_ranks(launch):
-    """359 held-out images do not divide by two, and the figures agree to the last digit."""
+    """The 359 held-out images cannot be split evenly between two ranks, and the figures agree to the last digit."""
     run = launch.folder / "scored"
     code, output = launch.run(*TINY, "--epochs", 1, "--epoch-steps", 2, "--output", run)
     assert code == 0, output
@@ -180,7 +180,7 @@ def test_full_disk_keeps_the_last_checkpoint(launch):
     code, said = launch.run(*arguments, file_limit=100_000)
     assert code == 2, said
     assert "cannot write" in said and "Traceback" not in said
-    # the first checkpoint has no optimizer state yet and fits
+    # the first checkpoint has no optimizer state yet and fits under the limit
     assert last(output).progress["updates"] == 0
     assert os.listdir(output / "checkpoints") == ["last.safetensors"]
     code, said = launch.run(*arguments)

@@ -54,7 +54,7 @@ class Steps(Observer):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that ended, with averaged weights: (config, folder)."""
+    """A finished run with averaged weights: (config, folder)."""
     config = digits(ema=0.9, drop_path=0.1)
     output = tmp_path_factory.mktemp("finished") / "run"
     outcome = train(config, output, command="python train_imagenet.py --that")
@@ -69,7 +69,7 @@ def test_every_signal_stops_after_the_step_and_the_run_continues_exactly(tmp_pat
     for after, number in [(1, signal.SIGTERM), (5, signal.SIGINT), (9, signal.SIGUSR1)]:
         observer = Steps(after, number)
         outcome = train(config, tmp_path / "parts", observer=observer)
-        # the signal arrives when the step is over, so the next one is the one that is finished
+        # the signal arrives after the step is over, so the run finishes the next one
         assert (outcome.status, outcome.signal) == ("stopped", signal.Signals(number).name)
         assert outcome.progress.updates == after + 1
         parts.losses |= observer.losses
@@ -139,7 +139,7 @@ def test_score_is_the_logs_best(finished):
     best = max(log(output), key=lambda row: float(row["val_top1"]))
     assert result.evaluation.top1 == float(best["val_top1"])
     assert result.evaluation.loss == float(best["val_loss"])
-    # a half of the run's images, asked for by a flag
+    # half of the run's images, requested by a flag
     assert score(output / "checkpoints" / "last.safetensors", {"eval_images": 32}).evaluation.images == 32
 
 
@@ -209,7 +209,7 @@ def test_the_best_is_never_replaced_by_a_worse_one(tmp_path, monkeypatch):
 
 
 def test_a_best_that_is_ahead_of_the_last_checkpoint_is_kept(tmp_path, monkeypatch):
-    """As after a kill between the two: the repeated epoch comes out worse, on another machine perhaps."""
+    """As if killed between writing the two: the repeated epoch is worse, perhaps because the machine is another."""
     scores = iter([30.0, 70.0, 50.0])
     monkeypatch.setattr(Evaluation, "top1", property(lambda self: next(scores, 20.0)))
     config = digits(epochs=2, epoch_steps=1)
@@ -231,7 +231,7 @@ def assert_model_is_the_best(output: Path) -> None:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing of the run handles it."""
+    """Stands for SIGKILL: the run does not handle it."""
 
 
 @pytest.mark.parametrize("epochs, again", [(2, "finished before"), (3, "finished")])
@@ -268,7 +268,7 @@ def test_a_run_that_finished_before_mends_its_model(tmp_path):
 
 
 def test_a_tie_after_a_replayed_epoch_leaves_no_old_model(tmp_path, monkeypatch):
-    """Killed between best and last: the replayed epoch is as good as the best and therefore no new best."""
+    """Killed between best and last: the repeated epoch is as good as the best, so it is not a new best."""
     scores = iter([30.0, 70.0, 20.0, 70.0])
     monkeypatch.setattr(Evaluation, "top1", property(lambda self: next(scores, 20.0)))
     config = digits(epochs=2, epoch_steps=1)
@@ -366,7 +366,7 @@ def test_too_many_unreadable_images_end_the_run(photos, tmp_path):
     with pytest.raises(ValueError, match=r"of 82 train images are unreadable, more than --max-bad-fraction 0.1; .*csv"):
         train(photo_config(photos), tmp_path / "run")
     assert (tmp_path / "run" / "bad_images.csv").exists()
-    # and again, although the list is not new any more
+    # and again, although the list is no longer new
     with pytest.raises(ValueError, match="unreadable"):
         train(photo_config(photos), tmp_path / "run")
 
@@ -432,13 +432,13 @@ def test_trackers_get_every_step_and_epoch(tmp_path, monkeypatch):
         (0, {"save_steps": 2}, [0, 2, 4, 6]),
         (20, {"save_minutes": 0.5}, [0, 3, 6]),
         (0, {"save_minutes": 0.5}, [0, 6]),
-        # an evaluation does not put a minute of training at risk, though it may be the last
+        # a minute of training is saved before any evaluation, even the last one
         (12, {}, [0, 6]),
         (13, {}, [0, 6, 6]),
     ],
 )
 def test_saves_by_steps_and_by_minutes(tmp_path, monkeypatch, seconds, settings, saves):
-    """By a clock that stands still during a step and goes on by `seconds` after it."""
+    """With a clock that stands still during a step and advances by `seconds` after it."""
     clock, saved = [0.0], []
 
     class Clock(Observer):
@@ -467,14 +467,14 @@ def test_a_small_model_learns_the_digits(tmp_path):
 
 
 def part_of_a_run(**attributes) -> Run:
-    """As much of a run as one method needs."""
+    """The parts of a run that one method needs."""
     part = Run.__new__(Run)
     vars(part).update(attributes)
     return part
 
 
 def test_a_row_of_the_log_is_over_all_ranks(monkeypatch):
-    """Two ranks that took as long as each other, and as much memory."""
+    """Two ranks that took the same time and the same memory."""
     monkeypatch.setattr(run, "peak_memory", lambda device: 100)
     world = types.SimpleNamespace(size=2, device=None, sum=lambda numbers: [2 * number for number in numbers])
     evaluation = types.SimpleNamespace(loss=1.5, top1=40.0, top5=80.0)

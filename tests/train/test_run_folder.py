@@ -1,4 +1,4 @@
-"""The files of a run folder beside the checkpoints, and what a run that continues makes of its checkpoint."""
+"""The files of a run folder beside the checkpoints, and how a run continues from its checkpoint."""
 
 import csv
 import json
@@ -139,7 +139,7 @@ def test_an_epoch_starts_over_when_its_order_is_another(name, caplog):
 
 
 def test_an_epoch_goes_on_when_its_order_is_the_same(caplog):
-    # the number of updates follows from the steps per epoch, which may be others now
+    # the number of updates follows from the steps per epoch, which may have changed
     progress = resumed({"lr"}, epoch=2, step=4, updates=34, rollbacks=2)
     assert (progress.step, progress.updates, progress.rollbacks) == (4, 24, 0)
     assert resumed(set(), epoch=2, step=4, updates=24, rollbacks=2).rollbacks == 2
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line():
     [(70.0, None, None), (70.0, 60.0, 70.0), (70.0, 80.0, 80.0), (None, 60.0, 60.0), (None, None, None)],
 )
 def test_the_best_checkpoint_knows_best(said, kept, wanted):
-    """`said` by the last checkpoint, `kept` in the best one; none where that is lost."""
+    """`said` is the best row in the last checkpoint, `kept` the one in the best checkpoint, None if that is lost."""
 
     def row(top1):
         return {"val_top1": top1} if top1 else None

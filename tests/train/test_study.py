@@ -1,4 +1,4 @@
-"""Studies: what an arm is, what they share, divergence as a result, minutes instead of steps, other image sizes."""
+"""Studies: what an arm is, what arms share, divergence as a result, minutes instead of steps, other image sizes."""
 
 import math
 from dataclasses import replace
@@ -43,7 +43,7 @@ QUICK = {"epochs": 2, "epoch_steps": 2, "batch_size": 32, "eval_images": 64, "de
             "no bound",
             {"model": "hgrn_deit_tiny", "model_args": {"lower_bound": "none"}},
         ),
-        # settings of train and arguments of the constructor, told apart by their names
+        # settings of train and arguments of the constructor are told apart by name
         (
             "deep=hgrn_deit_tiny,depth=4,lr=1e-3,eps=1e-6,betas=[0.8,0.9],freeze=2,img_size=none",
             "deep",
@@ -95,7 +95,7 @@ def test_what_an_arm_does_not_name_is_equal():
         ({"seed": 3}, "give --seeds instead"),
         ({"minutes_per_run": "long"}, "must be a number"),
         ({"arms": "hgrn_deit_tiny"}, "arms must be a list"),
-        ({"arms": {"a": 3, "b": None}}, "arm 'a' must be a model's name or settings, got 3"),
+        ({"arms": {"a": 3, "b": None}}, "arm 'a' must be a model name or a mapping of settings, got 3"),
         ({"learning_rate": 3}, "unknown setting 'learning_rate'"),
         ({"photos": ["x"]}, "needs labels"),
     ],
@@ -212,13 +212,13 @@ class Events(StudyObserver):
 
 @pytest.fixture
 def no_reports(monkeypatch):
-    """Runs without their own reports, which take longer than so few steps."""
+    """Skips the reports of the runs, which take longer than these few steps."""
     monkeypatch.setattr("hgrn_vision.train.run.write_summary", lambda *args, **kwargs: None)
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path, no_reports):
     wild = {"lr": 1e38, "warmup_lr": 1e38, "clip_grad": 0.0, "opt": "sgd"}
-    # one gives up after going back to its checkpoints, the other is over before that, its weights no longer numbers
+    # one gives up after going back to its checkpoint; the other ends before that, with weights that are not finite
     arms = {"calm": None, "wild": {**wild, "epoch_steps": 12}, "short": wild}
     content = {**QUICK, "recipe": "digits", "arms": arms, "seeds": [0], "micro_batch": 32, "warmup_epochs": 0.0}
     plan, events = make_plan(study_from_mapping(content)), Events()
@@ -239,7 +239,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path, no_reports):
         fcntl.flock(record, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="another process is working on the study"):
             run_study(plan, tmp_path / "study", "")
-    # what diverged is not tried again
+    # a run that diverged is not repeated
     again = Events()
     assert run_study(plan, tmp_path / "study", "", again).finished and again.seen == []
 
@@ -276,7 +276,7 @@ def test_a_full_disk_loses_no_finished_result(tmp_path, monkeypatch, no_reports)
 def test_the_schedule_fits_the_minutes(seconds, epochs, epoch_steps):
     fitted = fit_minutes(digits(epochs=10, epoch_steps=None, warmup_epochs=2.0), 1.0, seconds, 44)
     assert (fitted.epochs, fitted.epoch_steps) == (epochs, epoch_steps)
-    # the same share of the schedule
+    # warm-up keeps its share of the schedule
     assert fitted.warmup_epochs / fitted.epochs == pytest.approx(0.2)
 
 
@@ -306,7 +306,7 @@ def test_equal_minutes_give_each_arm_its_own_steps(tmp_path, monkeypatch, no_rep
     assert [run.steps for run in read_runs(tmp_path / "study" / "study.csv")] == [12, 6]
     page = (tmp_path / "study" / "report.html").read_text()
     assert "0.1 minutes of training" in page and "minutes of training</text>" in page
-    # a later start keeps to the pace that was measured first
+    # a later start keeps the pace that was measured first
     monkeypatch.setattr(study_runs, "time_steps", None)
     assert run_study(plan, tmp_path / "study", "").finished
 

@@ -1,4 +1,4 @@
-"""What the report of a run is made of."""
+"""What goes into the report of a run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def test_models_without_gates_and_images_that_cannot_be_read_have_none(monkeypat
 
 
 def report(monkeypatch, validation, evaluation, progress, bad=()) -> ReportData:
-    """What write_summary hands to the report."""
+    """What write_summary passes to the report."""
     written = []
     monkeypatch.setattr(summary, "write_report", lambda path, data: written.append((path, data)))
     about = {"command": "hgrn-vision train", "torch": "9.9"}
@@ -76,14 +76,14 @@ def test_a_report_is_of_the_best_epoch_and_of_its_mistakes(monkeypatch):
     assert [m.name for m in data.mistakes] == [validation.image_name(40), validation.image_name(10)]
     assert np.array_equal(np.asarray(data.mistakes[0].image), np.asarray(validation.load(40)))
     assert data.bad_images == [{"split": "train", "index": 1, "name": "a.png", "reason": "empty file"}]
-    assert data.notes == ["2 steps were skipped: their loss or gradient was not finite."]
+    assert data.notes == ["Steps skipped because their loss or gradient was not finite: 2."]
 
 
 def test_a_report_of_a_stream_and_of_a_run_without_a_best_epoch(monkeypatch):
     stream = SimpleNamespace(indexed=False, class_names=list("0123456789"))
     data = report(monkeypatch, stream, EVALUATION, Progress(epoch=5, rollbacks=2))
     assert data.result["epoch"] == 5 and data.mistakes == []
-    assert data.notes == ["The run went back to its last checkpoint 2 times."]
+    assert data.notes == ["Times that the run went back to its last checkpoint: 2."]
     assert report(monkeypatch, stream, EVALUATION, Progress()).notes == []
 
 

@@ -1,4 +1,4 @@
-"""Teachers of every form give the answers of their model, at their own size and normalisation."""
+"""Teachers of every kind give the answers of their model, at their own size and normalisation."""
 
 import json
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 
 class Small(nn.Module):
-    """A convolutional classifier with a map."""
+    """A convolutional classifier with a feature map."""
 
     def __init__(self, classes=4, channels=3):
         super().__init__()
@@ -145,7 +145,7 @@ def test_bad_teachers_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"the input of .*flat.onnx is not an image .*\[1, 3\]"):
         open_teacher(str(tmp_path / "flat.onnx"))
     fixed = export(tmp_path / "fixed.onnx", Small(), batch=1)
-    with pytest.raises(ValueError, match="takes 1 images at once; export it with a dynamic batch"):
+    with pytest.raises(ValueError, match="only takes batches of 1; export it with a dynamic batch size"):
         open_teacher(fixed)
     with pytest.raises(ValueError, match="takes images of 16x16 pixels only, not 20"):
         open_teacher(export(tmp_path / "t.onnx", Small()), side=20)
@@ -154,12 +154,12 @@ def test_bad_teachers_are_named(tmp_path):
     with pytest.raises(ValueError, match="cannot create teacher no_such_model"):
         open_teacher("no_such_model")
     about = {"class_names": ["a", "b"]}
-    with pytest.raises(ValueError, match="names 2 classes and has 4 outputs"):
+    with pytest.raises(ValueError, match="names 2 classes but has 4 outputs"):
         open_teacher(export(tmp_path / "t.onnx", Small(), about=about))
 
 
 def test_a_teacher_that_cannot_take_the_size_is_named(tmp_path):
-    with pytest.raises(ValueError, match="does not run on an image of 3x2x2"):
+    with pytest.raises(ValueError, match="does not run on images of 3x2x2"):
         open_teacher(export(tmp_path / "t.onnx", Small(), any_size=True), side=2)
 
 
@@ -194,7 +194,7 @@ def test_class_names_may_be_written_by_number(key):
 
 
 def test_timm_models_of_every_kind(tmp_path, monkeypatch):
-    """Weights that nobody has to download: timm's models as they are created."""
+    """Freshly created timm models, whose weights need no download."""
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **options: create(name, **options))
     # a convolutional model takes any size and has no argument for it
@@ -206,7 +206,7 @@ def test_timm_models_of_every_kind(tmp_path, monkeypatch):
     teacher = open_teacher("test_vit", maps=True)
     images = torch.randn(2, 3, 40, 40)
     first, second = teacher(images, STUDENT), teacher(images, STUDENT)
-    # no dropout: it answers, and does not learn
+    # no dropout: the teacher answers and does not learn
     assert torch.equal(first.logits, second.logits) and torch.equal(first.map, second.map)
 
 
