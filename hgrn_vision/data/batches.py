@@ -1,4 +1,4 @@
-"""The batches that loader processes hand over."""
+"""The batches that loader processes return."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from .spec import DataSpec
 
 
 class BadRecord(NamedTuple):
-    """An image that could not be read; the index is -1 where images have no number."""
+    """An image that could not be read; the index is -1 if images have no numbers."""
 
     split: str
     index: int
@@ -19,7 +19,7 @@ class BadRecord(NamedTuple):
 class MicroBatch(NamedTuple):
     """Micro-batch `number` of an optimizer step: images (B, C, H, W) uint8, targets (B,) int64.
 
-    Where each image has a fixed number of views, `views` (B,) says which of all views these are.
+    If each image has a fixed number of views, `views` (B,) holds the numbers of those shown.
     """
 
     number: int
@@ -30,7 +30,7 @@ class MicroBatch(NamedTuple):
 
 
 class EvalBatch(NamedTuple):
-    """Images (B, C, H, W) uint8, targets (B,) and indices (B,) int64; unreadable ones are left out, so B may be 0."""
+    """Images (B, C, H, W) uint8, targets (B,) and indices (B,) int64; unreadable images are left out, so B may be 0."""
 
     images: torch.Tensor
     targets: torch.Tensor

@@ -1,4 +1,4 @@
-"""The classes of ImageNet: readable names for a model whose head has its number of outputs."""
+"""The classes of ImageNet: readable names for a model with as many outputs."""
 
 from collections import Counter
 
@@ -11,14 +11,14 @@ def _info(num_classes: int) -> ImageNetInfo | None:
 
 
 def imagenet_names(num_classes: int) -> list[str] | None:
-    """A name for each class, no two alike; None where ImageNet has no such number of classes."""
+    """A unique name for each class; None if no variant of ImageNet has this many classes."""
     info = _info(num_classes)
     if info is None:
         return None
     words = [info.index_to_description(index) for index in range(num_classes)]
     first = [text.split(", ")[0] for text in words]
     count = Counter(first)
-    # some names occur twice (crane): use all the words, and where even those agree the WordNet id
+    # some names occur twice (crane): use all the words, and the WordNet id if even those are the same
     names = [text if count[name] > 1 else name for name, text in zip(first, words, strict=True)]
     count = Counter(names)
     ids = info.label_names()
@@ -26,7 +26,7 @@ def imagenet_names(num_classes: int) -> list[str] | None:
 
 
 def imagenet_aliases(num_classes: int) -> list[tuple[str, ...]] | None:
-    """What else each class may be called: its WordNet id, and its words where no other class has them."""
+    """Other names of each class: its WordNet id, and those of its words that no other class has."""
     info = _info(num_classes)
     if info is None:
         return None

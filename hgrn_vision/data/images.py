@@ -1,4 +1,4 @@
-"""Decoding: any image file becomes an upright 8-bit RGB image, or BadImage says why it cannot."""
+"""Decoding: any image file becomes an upright 8-bit RGB image, or BadImage says why not."""
 
 import contextlib
 import io
@@ -22,13 +22,13 @@ def open_image(
     """The image in a file, upright and in RGB: first frame, 8 bits per channel, transparency over white.
 
     Args:
-        source: a path, the file's bytes, an open binary file, or an image that Pillow has opened already
-        max_pixels: larger images are refused before they are decoded
-        at_least: where given, JPEGs may be decoded at a reduced scale that leaves both sides at least this long
+        source: a path, the file's bytes, an open binary file, or an image that Pillow has already opened.
+        max_pixels: larger images are refused before they are decoded.
+        at_least: if given, JPEGs may be decoded at a reduced scale that leaves both sides at least this long.
     """
     try:
         with warnings.catch_warnings():
-            # Pillow warns about odd metadata and large images; the first is harmless, the second refused below
+            # Pillow warns about odd metadata, which is harmless, and about large images, which are refused below
             warnings.simplefilter("ignore")
             if isinstance(source, (str, os.PathLike)):
                 with open(source, "rb") as file:
@@ -39,11 +39,11 @@ def open_image(
     except UnidentifiedImageError:
         raise BadImage("not an image in a known format") from None
     except Image.DecompressionBombError:
-        # Pillow has a limit of its own, whatever is allowed here: twice the level at which it warns
+        # whatever is allowed here, Pillow has a limit of its own: twice the size at which it warns
         raise BadImage(f"more than {min(max_pixels, 2 * Image.MAX_IMAGE_PIXELS):,} pixels") from None
     except OSError as error:
         raise BadImage(_one_line(error.strerror or error)) from error
-    # decoders raise whatever goes wrong inside them on broken files: SyntaxError, struct.error, IndexError, ...
+    # on broken files, decoders raise all sorts of errors: SyntaxError, struct.error, IndexError, ...
     except Exception as error:
         raise BadImage(f"{type(error).__name__}: {_one_line(error)}") from error
 
@@ -74,7 +74,7 @@ def _open(source: bytes | BinaryIO) -> Image.Image:
     file.seek(0)
     image = Image.open(file)
     if image.format == "EPS":
-        raise BadImage("a PostScript program, which is not run")
+        raise BadImage("a PostScript file, which is a program and is not run")
     return image
 
 
@@ -88,12 +88,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(values: np.ndarray, mode: str) -> np.ndarray:
-    """Grey values of 16 or more bits on the 0..255 scale; Pillow's own conversion cuts them off at white."""
+    """Grey values of 16 bits or more, scaled to 0..255; Pillow's own conversion would clip them to white."""
     values = values.astype(np.float64)
     if not np.isfinite(values).all():
-        raise BadImage("pixels that are not finite numbers")
+        raise BadImage("some pixels are not finite numbers")
     ranges = (1, 255, 65535) if mode == "F" else (65535,)
     largest = values.max()
-    # floating-point files do not say what white is: the smallest usual range that holds the values
+    # floating-point files do not say what white is: take the smallest common range that holds all values
     white = next((white for white in ranges if largest <= white), largest)
     return np.rint(np.clip(values / white, 0, 1) * 255).astype(np.uint8)

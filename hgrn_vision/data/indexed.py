@@ -1,4 +1,4 @@
-"""Batches of images that have a number: an epoch can be started at any step, and any worker can make any batch."""
+"""Batches of numbered images: an epoch can start at any step, and any worker can make any batch."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ REPLACEMENTS = 20  # unreadable images in a row after which the data set itself 
 
 
 class MicroBatchKey(NamedTuple):
-    """All that a loader process needs to make a micro-batch, so that it keeps no state between two."""
+    """All that a loader process needs to make a micro-batch, so that it keeps no state between batches."""
 
     number: int
     rollbacks: int
@@ -32,13 +32,13 @@ class MicroBatchKey(NamedTuple):
 
 
 def epoch_order(images: int, config: DataSettings, epoch: int, length: int) -> np.ndarray:
-    """The first `length` images of an epoch, a function of seed and epoch; each comes config.repeats times in a row."""
+    """The first `length` images of an epoch, as seed and epoch decide; each comes config.repeats times in a row."""
     order = numpy_generator(fold(config.seed, epoch)).permutation(images)
     return order[np.arange(length) // config.repeats]
 
 
 def balanced_order(labels: np.ndarray, config: DataSettings, epoch: int, length: int) -> np.ndarray:
-    """As `epoch_order`, with every class equally often; a class's images all come before one of them comes again."""
+    """Like `epoch_order`, with every class equally often; no image repeats before all others of its class have come."""
     draw = numpy_generator(fold(config.seed, epoch))
     classes = np.unique(labels)
     draws = math.ceil(length / config.repeats / len(classes))
@@ -74,7 +74,7 @@ class EpochKeys:
 
 
 class MicroBatches(Dataset):
-    """Key -> micro-batch; a ValueError comes back as the item, because raised in a worker it would lose its message."""
+    """Key -> micro-batch; a ValueError is returned as the item, because raising it in a worker loses its message."""
 
     def __init__(self, train: Split, config: DataSettings, spec: DataSpec):
         self.train, self.seed, self.transform = train, config.seed, train_transform(config, spec)
@@ -100,7 +100,7 @@ class MicroBatches(Dataset):
         return MicroBatch(key.number, torch.stack(images), torch.tensor(targets), bad, seen)
 
     def _load(self, index: int, bad: list[BadRecord]):
-        """The image; if it is unreadable, another one drawn with the sample's own seed."""
+        """The image and its index; if it is unreadable, those of another one, drawn with the sample's own seed."""
         for _ in range(REPLACEMENTS):
             try:
                 return self.train.load(index), index
@@ -111,7 +111,7 @@ class MicroBatches(Dataset):
 
 
 class EvalBatches(Dataset):
-    """Range of indices -> the readable images in it."""
+    """Range of indices -> batch of the readable images in it."""
 
     def __init__(self, validation: Split, spec: DataSpec):
         self.validation, self.spec, self.transform = validation, spec, eval_transform(spec)
@@ -129,7 +129,7 @@ class EvalBatches(Dataset):
 
 
 class IndexedEpochs:
-    """Epochs over images that have a number."""
+    """Epochs over numbered images."""
 
     def __init__(self, train: Split, config: DataSettings, spec: DataSpec, numbers: range):
         self.keys = EpochKeys(train, config, numbers)

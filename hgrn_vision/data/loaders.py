@@ -1,6 +1,7 @@
 """The micro-batches of a training epoch and the batches of an evaluation.
 
-They are the same for any number of ranks and workers, and wherever in the epoch the run was resumed.
+Those of numbered images are the same for any number of ranks and workers, and wherever in the epoch a run was resumed.
+Those of streams depend on the number of ranks and workers.
 """
 
 import os
@@ -17,7 +18,7 @@ from .workers import checked, data_loader
 
 
 class TrainLoader:
-    """This rank's micro-batches, decoded and augmented by worker processes that stay from epoch to epoch."""
+    """This rank's micro-batches, decoded and augmented by worker processes."""
 
     def __init__(self, train: Split | Stream, config: DataSettings, spec: DataSpec, rank: int = 0, world_size: int = 1):
         self.numbers = rank_micro_batches(config, rank, world_size)
@@ -34,12 +35,12 @@ class TrainLoader:
             yield [checked(next(batches))._replace(number=number) for number in self.numbers]
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """End the worker processes."""
         self.source.close()
 
 
 def rank_micro_batches(config: DataSettings, rank: int, world_size: int) -> range:
-    """The micro-batches of each step that are this rank's; a ValueError if the ranks cannot share them evenly."""
+    """Numbers of this rank's micro-batches in each step; a ValueError if the ranks cannot share them evenly."""
     count = config.micro_batches
     if count % world_size:
         possible = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -52,7 +53,7 @@ def rank_micro_batches(config: DataSettings, rank: int, world_size: int) -> rang
 
 
 class EvalLoader:
-    """This rank's part of the validation images; every image is in the same batch on any number of ranks."""
+    """This rank's part of the validation images; batches of numbered images are the same on any number of ranks."""
 
     def __init__(
         self, validation: Split | Stream, config: DataSettings, spec: DataSpec, rank: int = 0, world_size: int = 1
@@ -84,7 +85,7 @@ def read_ahead(validation: Split, spec: DataSpec, batch_size: int) -> Iterator[E
     pool = ThreadPoolExecutor(threads)
     try:
         for indices in _ranges(len(validation), batch_size):
-            # memory does not grow with the split: each thread has one batch in progress or waiting
+            # at most one batch per thread is in progress or waiting, so that memory does not grow with the split
             if len(pending) == threads:
                 yield pending.popleft().result()
             pending.append(pool.submit(batches.__getitem__, indices))

@@ -1,24 +1,24 @@
-"""Near-duplicate photographs, found by perceptual hashes: what is held out must not be trained on."""
+"""Near-duplicate photographs, found by perceptual hashes: images held out for validation must not be trained on."""
 
 import numpy as np
 import torch
 from PIL import Image
 
 BITS = 256
-HASHED_SIDE = 64  # the fewest pixels for a hash that can be trusted
-# bits of the hash that may differ: unrelated photographs differ in about half of them, copies that were scaled,
-# stretched or compressed again in a few
+HASHED_SIDE = 64  # smallest side at which a hash can be trusted
+# bits that may differ between duplicates: unrelated photographs differ in about half of all bits, copies that were
+# scaled, stretched or compressed again in a few
 MOST_DIFFERENT_BITS = 24
 
 
 def difference_hash(image: Image.Image) -> np.ndarray:
-    """(32,) uint8: for a 16 x 16 grid laid over the whole image, whether it gets brighter to the right."""
+    """(32,) uint8: one bit per cell of a 16 x 16 grid over the whole image, whether it gets brighter to the right."""
     grey = np.asarray(image.convert("L").resize((17, 16), Image.Resampling.BOX), dtype=np.int16)
     return np.packbits(grey[:, 1:] > grey[:, :-1])
 
 
 def hashes_to_avoid(image: Image.Image) -> np.ndarray:
-    """(4, 32) uint8: of the image and of its central square, since copies are often cropped so; each also mirrored."""
+    """(4, 32) uint8: hashes of the image and its central square, a common crop, each also mirrored."""
     width, height = image.size
     side = min(width, height)
     left, top = (width - side) // 2, (height - side) // 2
@@ -28,10 +28,10 @@ def hashes_to_avoid(image: Image.Image) -> np.ndarray:
 
 
 def nearest(hashes: np.ndarray, others: np.ndarray, block: int = 1024) -> tuple[np.ndarray, np.ndarray]:
-    """For each of `hashes` (n, 32) the number of the nearest of `others` (m, 32), and how many bits differ."""
+    """For each of `hashes` (n, 32), the number of the nearest of `others` (m, 32), and how many bits differ."""
     signs = _signs(others)
     which, bits = np.empty(len(hashes), np.int64), np.empty(len(hashes), np.int64)
-    # one buffer for all blocks: where freed memory is kept for training, new ones can add up to many GB
+    # one buffer for all blocks: in a process that keeps freed memory for training, new ones can add up to many GB
     agreement = torch.empty(block, len(others))
     for start in range(0, len(hashes), block):
         rows = slice(start, start + block)

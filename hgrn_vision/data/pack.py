@@ -1,7 +1,7 @@
 """Photographs kept decoded and small in one memory-mapped file, so that reading one costs a fraction of a millisecond.
 
 The file holds the pixels of one photograph after the other, then an index, then a footer that locates and verifies the
-index. It is built once, and again when a file was added, removed or changed, or when a different side is requested.
+index. It is built once, and rebuilt when a file was added, removed or changed, or when a different side is requested.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from .sources import Files
 
 MAGIC = b"HGRNPACK"
 FOOTER = struct.Struct("<QQ32s8s")  # where the index begins, its length, its SHA-256, MAGIC
-AT_ONCE = 256  # photographs decoded before they are written, which bounds memory
+AT_ONCE = 256  # photographs decoded at a time before they are written, which bounds memory
 
 
 class DamagedPack(ValueError):
@@ -35,7 +35,7 @@ class DamagedPack(ValueError):
 
 @dataclass(frozen=True)
 class PackedPhotos:
-    """The photographs of a pack by number; a source for splits."""
+    """The photographs of a pack, by number; a source for splits."""
 
     path: str
     names: np.ndarray  # (n,) file names as bytes
@@ -71,7 +71,7 @@ Progress = Callable[[Iterable[int], int], Iterable[int]]
 
 
 def open_pack(path: Path, files: Files, side: int, max_pixels: int, progress: Progress | None = None) -> PackedPhotos:
-    """The pack at `path`, built first where it is missing, damaged or not of these files and this side."""
+    """The pack at `path`; it is built first if it is missing, damaged, or made from other files or for another side."""
     wanted = fingerprint(files, side)
     try:
         return _read(path, wanted)
@@ -81,7 +81,7 @@ def open_pack(path: Path, files: Files, side: int, max_pixels: int, progress: Pr
 
 
 def fingerprint(files: Files, side: int) -> str:
-    """Changes with every file that is added, removed, renamed or written to."""
+    """A digest that changes when a file is added, removed, renamed or written to, or with the side."""
     digest = hashlib.sha256(f"{MAGIC!r} {side}".encode())
     for row in range(len(files.paths)):
         status = os.stat(files.read(row))
@@ -90,7 +90,7 @@ def fingerprint(files: Files, side: int) -> str:
 
 
 def build(path: Path, files: Files, side: int, max_pixels: int, mark: str, progress: Progress | None = None) -> None:
-    """Write the pack of `files`, shorter sides at most `side`, in one rename; it lists those that cannot be read."""
+    """Write the pack of `files`, shrunk to a shorter side of at most `side`; unreadable files are listed in it."""
     index = _Index()
 
     def load(row: int) -> tuple[np.ndarray, np.ndarray] | str:
@@ -100,7 +100,7 @@ def build(path: Path, files: Files, side: int, max_pixels: int, mark: str, progr
             return str(error)
         return np.asarray(shrink(image, side)), difference_hash(image)
 
-    # threads are enough: Pillow decodes and resizes without holding the interpreter
+    # threads are enough: Pillow releases the GIL while it decodes and resizes
     with whole_file(path) as temporary, open(temporary, "wb") as file, ThreadPoolExecutor(os.cpu_count()) as pool:
         starts = range(0, len(files.paths), AT_ONCE)
         for start in progress(starts, AT_ONCE) if progress else starts:
@@ -113,7 +113,7 @@ def build(path: Path, files: Files, side: int, max_pixels: int, mark: str, progr
 
 
 class _Index:
-    """What is known of the photographs written so far."""
+    """What is known about the photographs written so far."""
 
     def __init__(self) -> None:
         self.names: list[bytes] = []

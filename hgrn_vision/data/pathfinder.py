@@ -1,28 +1,28 @@
-"""The Pathfinder task: are the two dots joined by a dashed curve, or do they lie on two of them?
+"""The Pathfinder task: are the two dots joined by a dashed curve, or do they lie on different ones?
 
-Drawn after Linsley et al., Learning long-range spatial dependencies with horizontal gated recurrent units (2018, arXiv
-1805.08315), in the form that the Long Range Arena made of it (arXiv 2011.04006): 32x32 grey pixels, read one by one.
+After Linsley et al., Learning long-range spatial dependencies with horizontal gated recurrent units (2018, arXiv
+1805.08315), in the version of the Long Range Arena (arXiv 2011.04006): 32x32 grey pixels, read one by one.
 
-An image is a function of the seed, its side and its number, through NumPy's RandomState and the seed that
-`randomness.fold` makes of the three. Its side is 32 units, whatever the number of pixels; every draw is uniform, and
-positions are rounded to 1/64 of a unit.
+An image depends only on the seed, its side and its number: `randomness.fold` turns the three into the seed of a NumPy
+RandomState. A side is 32 units long, whatever the number of pixels; every draw is uniform, and positions are rounded to
+1/64 of a unit.
 
-1. A curve is a row of dashes, each a straight line of 2.5 units; between the end of one and the beginning of the next
-   lie 1.5 units in the new direction, which differs from the last one by up to 40 degrees to either side. The first
-   dash begins anywhere and points anywhere. A curve is drawn again while it leaves the image, less a margin of 2.5
-   units, or comes nearer than 3.5 units to an earlier curve, gaps counted as part of both, at points at most half a
-   unit apart. A curve's draws are x and y of its beginning, a turn for each dash, and then its first direction, which
-   takes the place of the first turn.
-2. The first two curves have six dashes each. Of the four pairs of an end of the first and an end of the second, the one
-   whose distance is nearest to that between the two ends of the first is remembered; if it differs by more than half a
-   unit, both curves are drawn again. Three distractors of two dashes each follow. After 100
-   failed attempts at a curve, the whole image starts over.
+1. A curve is a row of dashes, each a straight line of 2.5 units. Each dash turns by up to 40 degrees to either side of
+   the one before it, and begins 1.5 units, in its own direction, from that one's end. The first dash begins anywhere
+   and points anywhere. A curve is drawn again if it comes within 2.5 units of the border or within 3.5 units of an
+   earlier curve; distances are taken between points at most half a unit apart along both curves, gaps included. The
+   draws for a curve are x and y of its beginning, a turn for each dash, and then its first direction, which replaces
+   the first turn.
+2. The first two curves have six dashes each. Of the four pairs of an end of the first and an end of the second, the
+   candidate is the one whose distance is closest to that between the two ends of the first. If the two distances differ
+   by more than half a unit, both curves are drawn again. Three distractors of two dashes each follow. After 100 failed
+   attempts at a curve, the whole image starts over.
 3. Images with an even number are connected: the dots are the two ends of the first curve. In the others they are the
-   remembered pair, one end of each. So all curves are drawn alike for both classes, and the distance between the
+   candidate pair, one end of each curve. So the curves of both classes are drawn alike, and the distance between the
    dots gives nothing away: the dashes have to be followed.
-4. White on black: dashes are 1 unit wide, dots have a radius of 1.3 units. A pixel is as bright as
-   min(1, max(0, r + 1/2 - d)), where d is the distance in pixels from its centre to the nearest line or dot, and r half
-   the line's width or the dot's radius in pixels; the brightest counts, times 255, rounded.
+4. White on black: dashes are 1 unit wide, dots have a radius of 1.3 units. The brightness of a pixel is 255 times
+   min(1, max(0, r + 1/2 - d)), rounded, where d is the distance in pixels from its centre to a line or dot, and r is
+   half the line's width or the dot's radius in pixels; the brightest line or dot counts.
 """
 
 import itertools
@@ -36,13 +36,13 @@ from ..randomness import fold, numpy_generator
 
 CLASSES = ("separate", "connected")
 SIDE = 32  # units along a side
-MIN_PIXELS = 16  # along a side: below that, dashes and gaps are the same grey
+MIN_PIXELS = 16  # along a side: with fewer, dashes and gaps blur into the same grey
 DASH, GAP, TURN = 2.5, 1.5, math.radians(40)
 MARGIN, CLEARANCE, SAME_DISTANCE = 2.5, 3.5, 0.5
 LENGTHS = (6, 6, 2, 2, 2)  # dashes of each curve; the first two may carry the dots
 ATTEMPTS = 100
 WIDTH, RADIUS = 1.0, 1.3
-# positions are rounded to this part of a unit: sines differ in their last digit between machines, images must not
+# positions are rounded to 1/64 of a unit: the last digit of a sine differs between machines, and images must not
 GRID = 64
 
 
@@ -89,7 +89,7 @@ def _draw_curves(generator: np.random.RandomState) -> list[np.ndarray] | None:
 
 
 def _draw_curve(generator: np.random.RandomState, dashes: int) -> np.ndarray:
-    """A curve as (dashes, 2, 2), wherever it ends."""
+    """A curve as (dashes, 2, 2), which may leave the image."""
     start, angles = generator.uniform(0, SIDE, 2), generator.uniform(-TURN, TURN, dashes)
     angles[0] = generator.uniform(0, 2 * math.pi)
     angles = angles.cumsum()
@@ -101,7 +101,7 @@ def _draw_curve(generator: np.random.RandomState, dashes: int) -> np.ndarray:
 
 def _fits(curve: np.ndarray, taken: np.ndarray) -> bool:
     """Whether a curve is inside the image and clear of the points of earlier ones."""
-    # distances take most of the time, and most curves end outside
+    # first, because most curves leave the image and distances take most of the time
     if curve.min() < MARGIN or curve.max() > SIDE - MARGIN:
         return False
     distances = np.square(_points(curve)[:, None] - taken).sum(-1)
@@ -109,7 +109,7 @@ def _fits(curve: np.ndarray, taken: np.ndarray) -> bool:
 
 
 def _points(curve: np.ndarray) -> np.ndarray:
-    """Points along a curve, gaps included, at most half a unit from each other."""
+    """Points along a curve, gaps included, at most half a unit apart."""
     corners = curve.reshape(-1, 2)
     shares = np.linspace(0, 1, 6)[:, None, None]
     return (corners[:-1] * (1 - shares) + corners[1:] * shares).reshape(-1, 2)
@@ -120,7 +120,7 @@ def _ends(curve: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _separate_ends(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """An end of each curve, about as far from each other as the ends of the first."""
+    """One end of each curve: the pair whose distance is closest to that between the ends of the first."""
     wanted = math.dist(*_ends(first))
     pairs = itertools.product(_ends(first), _ends(second))
     return min(pairs, key=lambda pair: abs(math.dist(*pair) - wanted))

@@ -1,4 +1,4 @@
-"""Photographs without labels: any number of folders, at any depth, without those that look like what is held out."""
+"""Photographs without labels, from any number of folders at any depth, except those that look like held-out images."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from .pack import PackedPhotos, Progress, open_pack
 from .sources import EXTENSIONS, MORE_EXTENSIONS, Files, Source
 from .splits import Split
 
-HELD_OUT = 2000  # at most this many photographs: enough to resolve half a point
+HELD_OUT = 2000  # at most this many photographs, because the teacher labels them all at the start of a run
 
 
 def list_photos(folders: Sequence[str]) -> Files:
@@ -37,14 +37,14 @@ def list_photos(folders: Sequence[str]) -> Files:
 
 
 def pack_path(cache: Path, folders: Sequence[str], side: int) -> Path:
-    """Where the pack of these folders is kept: the same for every run that reads them at this side."""
+    """The file for the pack of these folders, shared by all runs that read them at this side."""
     places = "\n".join(os.path.abspath(folder) for folder in folders)
     return cache / f"{hashlib.sha256(places.encode()).hexdigest()[:12]}-{side}.pack"
 
 
 @dataclass(frozen=True)
 class Photos:
-    """Photographs to learn from, by number, and what was left out of them."""
+    """Photographs to learn from, by number, and those that were left out."""
 
     source: Source
     rows: np.ndarray
@@ -55,14 +55,14 @@ class Photos:
 def open_photos(
     folders: Sequence[str], side: int, cache: Path, max_pixels: int, avoid: Split | None, progress: Progress | None
 ) -> Photos:
-    """The photographs of `folders`, in a pack of `side` pixels, or file by file where `side` is 0.
+    """The photographs of `folders`, in a pack of `side` pixels, or file by file if `side` is 0.
 
     Args:
         folders: searched at any depth.
-        side: of the pack.
+        side: shorter side of the photographs in the pack.
         cache: folder for the pack.
         max_pixels: larger images are refused.
-        avoid: photographs that look like these images are left out; hashes are kept in the pack, so it needs one.
+        avoid: photographs that look like these images are left out; only in a pack, which stores their hashes.
         progress: wraps the loop that builds the pack.
     """
     files = list_photos(folders)

@@ -1,4 +1,4 @@
-"""Where images come from: folders, tar files, CSV lists, torchvision and Hugging Face sets, the packaged digits.
+"""Where images come from: folders, tar files, CSV lists, torchvision and Hugging Face data sets, the packaged digits.
 
 A source lists names and labels without decoding anything, and reads any image by its number. Sources hold arrays
 instead of lists of objects: loader processes share an array's memory, but copy a list page by page as they read it.
@@ -33,12 +33,12 @@ class Source(Protocol):
         """What to call the image in messages and lists."""
 
     def read(self, row: int) -> Any:
-        """The image in a form that `open_image` takes."""
+        """The image in a form that `open_image` accepts."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A source with what it says about its images: a class number for each, and the names of the classes."""
+    """A source with the class number of each image and the names of the classes."""
 
     source: Source
     labels: np.ndarray
@@ -67,10 +67,10 @@ class Files:
 
 
 def list_folder(root: str) -> Listing:
-    """Images in the sub-folders of `root`, at any depth; the first folder of the path is the class."""
+    """Images in the sub-folders of `root`, at any depth; the first folder of an image's path is its class."""
     found, _ = find_images_and_targets(root, types=EXTENSIONS + MORE_EXTENSIONS, leaf_name_only=False)
     paths = [os.path.relpath(path, root) for path, _ in found]
-    # file managers leave hidden companions of images behind
+    # file managers leave hidden files beside images, with the same extensions
     paths = [path for path in paths if not os.path.basename(path).startswith(".")]
     if not paths:
         raise ValueError(f"no images in {root}")
@@ -131,7 +131,7 @@ class TarMembers:
 
 
 def list_tar(root: str) -> Listing:
-    """Images in a tar file, a tar of tars or a folder of tars; the last folder (or tar) of the path is the class."""
+    """Images in a tar file, a tar of tars or a folder of tars; the innermost folder (or tar) is the class."""
     try:
         with _more_extensions():
             reader = ReaderImageInTar(root)
@@ -147,7 +147,7 @@ def list_tar(root: str) -> Listing:
 
 
 def below(listing: Listing, folders: Sequence[str]) -> Listing | None:
-    """The part of a tar file that lies below one of its top folders; None where it has none of them."""
+    """The part of a tar file that lies below one of these top folders; None if it has none of them."""
     keep = np.array([os.fsdecode(name).split("/", 1)[0] in folders for name in listing.source.names])
     if not keep.any():
         return None
@@ -157,7 +157,7 @@ def below(listing: Listing, folders: Sequence[str]) -> Listing | None:
 
 @contextlib.contextmanager
 def _more_extensions() -> Iterator[None]:
-    # timm's tar reader takes its extensions from a global list only
+    # timm's tar reader takes its extensions only from a global list
     add_img_extensions(MORE_EXTENSIONS)
     try:
         yield
@@ -166,13 +166,13 @@ def _more_extensions() -> Iterator[None]:
 
 
 def has_tars(root: str) -> bool:
-    """Whether a folder holds tar files at its top."""
+    """Whether a folder contains tar files, not counting its sub-folders."""
     return any(Path(root).glob("*.tar"))
 
 
 @dataclass(frozen=True)
 class TorchvisionSet:
-    """A torchvision data set; its files are read directly where it has files."""
+    """A torchvision data set; if it is made of files, they are read directly."""
 
     title: str
     dataset: Any
@@ -187,14 +187,14 @@ class TorchvisionSet:
 
 
 def list_torchvision(name: str, root: str, split: str, **options: Any) -> Listing:
-    """A set that timm calls torch/NAME."""
+    """A data set that timm calls torch/NAME."""
     with one_line_errors(f"{name} in {root or '(no folder given)'}"):
         dataset = create_dataset(name, root=root or None, split=split, **options)
     targets = getattr(dataset, "targets", None)
     if targets is None:
         targets = [category for category, _ in dataset.index]  # iNaturalist
     labels = np.asarray(targets, dtype=np.int64)
-    if labels.ndim == 2:  # QMNIST: the digit, then where it comes from
+    if labels.ndim == 2:  # QMNIST: the first column is the digit, the others its origin
         labels = labels[:, 0]
     # ImageNet's readable names are not unique, its WordNet identifiers are
     names = getattr(dataset, "wnids", None) or getattr(dataset, "all_categories", None) or dataset.classes
@@ -216,7 +216,7 @@ class HuggingFaceSet:
 
 
 def list_huggingface(name: str, root: str, split: str, **options: Any) -> Listing:
-    """A set that timm calls hfds/NAME."""
+    """A data set that timm calls hfds/NAME."""
     with one_line_errors(name):
         reader = create_reader(name, root=root or None, split=split, **options)
         labels = list(reader.dataset[reader.label_key])
@@ -228,7 +228,7 @@ def list_huggingface(name: str, root: str, split: str, **options: Any) -> Listin
 
 @contextlib.contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Readers raise all kinds of errors for a missing set; turn them into a ValueError."""
+    """Turn the many errors that readers raise for a missing data set into a ValueError."""
     try:
         yield
     except (ValueError, OSError, ImportError):

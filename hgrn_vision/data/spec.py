@@ -10,7 +10,7 @@ from .images import MAX_PIXELS
 
 
 class DataSpec(NamedTuple):
-    """The pixels that a model wants."""
+    """The pixels that a model expects."""
 
     input_size: tuple[int, int, int]
     mean: tuple[float, ...]
@@ -20,11 +20,11 @@ class DataSpec(NamedTuple):
 
 
 def resolve_spec(model: nn.Module, **instead: Any) -> DataSpec:
-    """The pixels that a model wants according to its own description, except for what is given here.
+    """The pixels that a model expects according to its pretrained_cfg, except for what is given here.
 
     Args:
-        model: any model of timm.
-        instead: img_size, mean, std, interpolation or crop_pct; None stands for the model's own.
+        model: any timm model.
+        instead: img_size, mean, std, interpolation or crop_pct; None leaves the model's own.
     """
     config = resolve_data_config({name: value for name, value in instead.items() if value}, model=model)
     channels = getattr(model, "in_chans", config["input_size"][0])
@@ -35,7 +35,7 @@ def resolve_spec(model: nn.Module, **instead: Any) -> DataSpec:
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """Which images to open, when they are opened outside a run; a run's own settings have the same names."""
+    """Which images to open outside a run; the names are those of a run's settings."""
 
     data: str = ""
     dataset: str = ""
@@ -48,7 +48,7 @@ class ImageSettings:
     target_key: str = ""
     download: bool = False
     max_pixels: int = MAX_PIXELS
-    # further settings that streaming readers need
+    # streaming readers need these too
     balance: bool = False
     micro_batch: int = 32
     seed: int = 0
@@ -59,7 +59,7 @@ class ImageSettings:
 
 
 class DataSettings(Protocol):
-    """The settings that are read in this folder: a run's own, or any object with those that a function needs."""
+    """The settings that this package reads: a run's own, or any object that has those a function needs."""
 
     data: str
     dataset: str

@@ -1,4 +1,4 @@
-"""The images of a run: finding the training and the validation split, and giving both the same classes."""
+"""The images of a run: finds the training and validation splits, and gives both the same classes."""
 
 import logging
 from collections import Counter
@@ -30,8 +30,8 @@ class Split:
     name: str
     source: Source
     class_names: list[str]
-    labels: np.ndarray  # (n,), numbers of class_names
-    rows: np.ndarray  # (n,), numbers of the source
+    labels: np.ndarray  # (n,), indices into class_names
+    rows: np.ndarray  # (n,), image numbers in the source
     max_pixels: int = MAX_PIXELS
     indexed = True
 
@@ -43,7 +43,7 @@ class Split:
         return self.source.name(int(self.rows[index]))
 
     def load(self, index: int, at_least: int = 0) -> Image.Image:
-        """An image as upright RGB, where `at_least` is given perhaps at a reduced scale; raises BadImage."""
+        """An image as upright RGB, perhaps at a reduced scale if `at_least` is given; raises BadImage."""
         try:
             source = self.source.read(int(self.rows[index]))
         except OSError as error:
@@ -62,7 +62,7 @@ class Stream:
     name: str
     reader: Any
     class_names: list[str]
-    limit: int | None = None  # images of it to use, all where None
+    limit: int | None = None  # number of images to use; None for all
     max_pixels: int = MAX_PIXELS
     indexed = False
     labels = None
@@ -72,7 +72,7 @@ class Stream:
 
 
 def open_splits(config: DataSettings) -> tuple[Split | Stream, Split | Stream]:
-    """The training and the validation images, their classes matched by name."""
+    """The training and validation images, with classes matched by name."""
     if config.dataset.startswith(STREAMS):
         if config.balance:
             raise ValueError(f"--balance needs images that can be read in any order; {_where(config)} is a stream")
@@ -88,7 +88,7 @@ def open_splits(config: DataSettings) -> tuple[Split | Stream, Split | Stream]:
     kept, held_out = stratified_holdout(train.labels, _holdout(config))
     if not len(held_out):
         raise ValueError(
-            f"{_where(config)}: one image of each class is too few to hold any out for validation; "
+            f"{_where(config)}: one image per class is too few to hold any out for validation; "
             "add images, or a val folder"
         )
     return train.subset(kept), limit(train.subset(held_out, "validation"), config)
@@ -99,8 +99,8 @@ def open_validation(
 ) -> Split | Stream:
     """The validation images alone, for a model that knows `class_names`.
 
-    Images that come without splits are all taken, unless the config holds some out. Where the classes have aliases,
-    folders may go by these and by the classes' numbers too.
+    If there is no validation split, these are the images that the config holds out, or all if it holds out none. With
+    `aliases`, folders may also be named after an alias or a class number.
     """
     if config.dataset.startswith(STREAMS):
         return _open_stream(config, "validation", class_names)
@@ -114,7 +114,7 @@ def open_validation(
 
 
 def steps_per_epoch(train: Split | Stream, config: DataSettings) -> int:
-    """Optimizer steps in an epoch; images that do not fill a last batch are left out of the epoch."""
+    """Optimizer steps in an epoch; images that do not fill a last batch are left out."""
     steps = len(train) // config.batch_size
     if not steps:
         raise ValueError(
@@ -125,9 +125,9 @@ def steps_per_epoch(train: Split | Stream, config: DataSettings) -> int:
 
 
 def stratified_holdout(labels: np.ndarray, fraction: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the images kept and of those held out: the same share of every class, never all of it.
+    """Numbers of the images kept and of those held out: the same share of every class, at least one image, never all.
 
-    The seed is not the run's: runs with different seeds are compared on the same images.
+    The seed is not the run's, so that runs with different seeds are compared on the same images.
     """
     labels = np.asarray(labels)
     order = numpy_generator(seed).permutation(len(labels))
@@ -164,7 +164,7 @@ def _list_both(config: DataSettings) -> tuple[Listing, Listing | None]:
 
 
 def _list(config: DataSettings, split: str) -> Listing | None:
-    """The images of one split; None for a validation split that has to be held out of the training images."""
+    """The images of one split; None for validation if there is no such split, only training images to hold out from."""
     name = config.train_split if split == "train" else config.val_split
     if config.dataset:
         return _list_named(config, name)
@@ -188,7 +188,7 @@ def _list(config: DataSettings, split: str) -> Listing | None:
 
 
 def _list_named(config: DataSettings, split: str) -> Listing:
-    """A split of a data set that timm knows by a prefix."""
+    """A split of a data set that timm knows by its prefix."""
     options = {"download": config.download or None, "input_key": config.input_key, "target_key": config.target_key}
     options = {key: value for key, value in options.items() if value}
     if config.dataset.startswith("torch/"):
@@ -215,7 +215,7 @@ def _match(
     config: DataSettings,
     aliases: Sequence[Sequence[str]] = (),
 ) -> Split:
-    """The images whose class is among `class_names`, labelled by its number there."""
+    """The images whose class is among `class_names`, labelled with its index there."""
     if aliases:
         numbers = match_folders(listing, class_names, aliases)
     else:
@@ -241,7 +241,7 @@ def _match(
 
 
 def match_folders(listing: Listing, class_names: list[str], aliases: Sequence[Sequence[str]]) -> np.ndarray:
-    """The number of each folder's class, -1 where it is none; names go before aliases, these before numbers."""
+    """The class number of each folder, -1 if it matches none; names come before aliases, aliases before numbers."""
     known: dict[str, int] = {}
     for number in range(len(class_names)):
         known.setdefault(str(number), number)
@@ -252,7 +252,7 @@ def match_folders(listing: Listing, class_names: list[str], aliases: Sequence[Se
 
 
 def _plain(name: str) -> str:
-    """File systems and people spell names in many ways."""
+    """A name in one spelling: lower case, with spaces for underscores and hyphens."""
     return name.lower().replace("_", " ").replace("-", " ").strip()
 
 
@@ -263,14 +263,14 @@ def some(names: Iterable[str]) -> str:
 
 
 def limit(validation: Split, config: DataSettings) -> Split:
-    """At most config.eval_images images, drawn from all classes."""
+    """At most config.eval_images images, drawn at random but the same for every run."""
     if not config.eval_images or config.eval_images >= len(validation):
         return validation
     return validation.subset(np.sort(numpy_generator(0).permutation(len(validation))[: config.eval_images]))
 
 
 def read_classes(config: DataSettings) -> list[str] | None:
-    """Class names from config.classes: a text file with one per line, or just their number."""
+    """Class names from config.classes: a text file with one per line, or the number of classes."""
     if not config.classes:
         return None
     if config.classes.isdigit():
@@ -296,13 +296,13 @@ def _open_stream(config: DataSettings, name: str, class_names: list[str] | None)
             is_training=training,
             batch_size=config.micro_batch,
             seed=config.seed,
-            # our own decoding turns images into RGB; tfds has no other form
+            # our own decoding converts images to RGB; tfds readers offer nothing else
             input_img_mode="RGB" if config.dataset.startswith("tfds/") else "",
             **options,
         )
     class_names = class_names or read_classes(config) or _stream_classes(reader, config)
     if not training:
-        # every rank reads the whole stream and keeps its part: timm's own division repeats and misses images
+        # every rank reads the whole stream and keeps its part: timm's own division repeats images and misses others
         reader.dist_rank, reader.dist_num_replicas = 0, 1
     return Stream(name, reader, class_names, None if training else config.eval_images, config.max_pixels)
 

@@ -1,4 +1,4 @@
-"""Batches from timm's iterable readers, which yield images in sequence: an epoch only starts at its beginning."""
+"""Batches from timm's iterable readers, which yield images in sequence: an epoch is always read from its beginning."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from .workers import WorkerLoader, data_loader
 
 
 def readable(stream: Stream, samples: Iterator, bad: list[BadRecord]) -> Iterator[tuple[Image.Image, int]]:
-    """The images of `samples` as RGB with their labels; what cannot be used is added to `bad`."""
+    """The images of `samples` as RGB with their labels; unreadable ones are added to `bad`."""
     for count, (image, target) in enumerate(samples):
         if not 0 <= target < len(stream.class_names):
             raise ValueError(f"label {target} in data with {len(stream.class_names)} classes; --classes sets them")
@@ -28,19 +28,19 @@ def readable(stream: Stream, samples: Iterator, bad: list[BadRecord]) -> Iterato
 
 
 def without_end(stream: Stream) -> Iterator:
-    """The reader's images over and over, so that unreadable ones do not make the last batch smaller."""
+    """The reader's images, over and over, so that unreadable ones do not make the last batch smaller."""
     while True:
         empty = True
         for sample in stream.reader:
             empty = False
             yield sample
-        # a worker without a shard of its own leaves the work to the others
+        # a worker that was given no shard leaves the work to the others
         if empty:
             return
 
 
 class StreamedMicroBatches(IterableDataset):
-    """One worker's micro-batches; each sample is augmented from a seed of worker and count."""
+    """One worker's micro-batches; the augmentation of a sample is seeded by epoch, worker and count."""
 
     def __init__(self, train: Stream, config: DataSettings, spec: DataSpec, rank: int):
         self.train, self.config, self.rank = train, config, rank
@@ -58,7 +58,7 @@ class StreamedMicroBatches(IterableDataset):
                 targets = torch.tensor([target for _, (_, target) in batch])
                 yield MicroBatch(0, torch.stack(images), targets, list(bad))
                 bad.clear()
-        # raised in a worker, the error would arrive with a traceback as its message
+        # if it were raised in a worker, the error would arrive with a traceback as its message
         except ValueError as error:
             yield error
 
@@ -88,13 +88,13 @@ class StreamedEpochs:
         return iter(self.loader)
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """End the worker processes."""
         if self.loader is not None:
             self.loader.close()
 
 
 class StreamedEvalBatches(IterableDataset):
-    """One rank's batches of a validation stream: every rank reads all of it and keeps each world_size-th image."""
+    """One rank's batches of a validation stream: every rank reads all of it and keeps every world_size-th image."""
 
     def __init__(self, validation: Stream, config: DataSettings, spec: DataSpec, rank: int, world_size: int):
         self.validation, self.config, self.spec = validation, config, spec

@@ -1,4 +1,4 @@
-"""Augmentation, all of it timm's: of single images in the loader processes, of whole micro-batches on the device."""
+"""Augmentation with timm's transforms: single images in the loader processes, whole micro-batches on the device."""
 
 import itertools
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def _transform(spec: DataSpec, **options) -> Callable[[Image.Image], torch.Tenso
         spec.input_size,
         interpolation=spec.interpolation,
         mean=spec.mean * (3 // len(spec.mean)),
-        use_prefetcher=True,  # timm's name for leaving the result in bytes
+        use_prefetcher=True,  # leaves the result in bytes
         **options,
     )
     _allow_zero_bits(transform)
@@ -53,7 +53,7 @@ def _transform(spec: DataSpec, **options) -> Callable[[Image.Image], torch.Tenso
 
 
 def _allow_zero_bits(transform: Compose) -> None:
-    """Let the strongest posterisation of timm's policies keep no bits: Pillow 13 refuses what was a black image."""
+    """Let timm's policies posterise to 0 bits, which gives a black image: Pillow 13 refuses to."""
     for policy in transform.transforms:
         chains = getattr(policy, "policy", None) or [getattr(policy, "ops", [])]
         for op in itertools.chain.from_iterable(chains):
@@ -102,7 +102,7 @@ class BatchTransform:
 
 
 def normalise(images: torch.Tensor, spec: DataSpec, scale: int = 255) -> torch.Tensor:
-    """Pixels (..., C, H, W) from 0 to `scale` as the float images that a model of `spec` wants."""
+    """Pixels (..., C, H, W) from 0 to `scale` as normalised float images, as `spec` says."""
     mean, std = _statistics(images, spec)
     return images.float().div(scale).sub_(mean).div_(std)
 

@@ -1,4 +1,4 @@
-"""Loader processes: how they are started and ended."""
+"""Starting and ending loader processes."""
 
 import os
 import signal
@@ -24,19 +24,19 @@ class WorkerLoader(DataLoader):
     """A DataLoader whose workers can be ended before it is deleted."""
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """End the worker processes."""
         if self._iterator is not None:
             self._iterator._shutdown_workers()
             self._iterator = None
 
     def check_worker_number_rationality(self) -> None:
-        """Does not warn of more workers than cores: on slow disks, workers mostly wait."""
+        """Do not warn about more workers than cores: on slow disks, workers mostly wait."""
 
 
 def data_loader(
     dataset: Dataset, config: DataSettings, workers: int, sampler: Iterable | None = None, seed: int = 0
 ) -> WorkerLoader:
-    """Worker processes that make whole batches of `dataset`."""
+    """A loader whose worker processes make whole batches of `dataset`."""
     cuda = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     return WorkerLoader(
         dataset,
@@ -47,7 +47,7 @@ def data_loader(
         pin_memory=cuda,
         collate_fn=_unchanged,
         worker_init_fn=_ignore_signals,
-        # a generator of its own, or starting an epoch would draw from the global one
+        # a generator of its own: otherwise starting an epoch would draw from the global one
         generator=torch_generator(seed),
     )
 
@@ -57,7 +57,7 @@ def _unchanged(item: Any) -> Any:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Leave signals that are sent to all processes of a job to the main process."""
+    """Leave signals that are sent to all processes of a job to the main one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What loader processes hand over."""
+"""What loader processes return."""
 
 import torch
 from image_data import SPEC, config, tree, write

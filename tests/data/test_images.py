@@ -55,7 +55,7 @@ def test_sixteen_bit_pgm_and_float_tiff():
     assert pixels(black).max() == 0
 
 
-# a float TIFF does not say what white is: the smallest usual range that holds its values, else the largest of them
+# a float TIFF does not say what white is: the smallest common range that holds its values, else its largest value
 @pytest.mark.parametrize(
     "dtype, values, grey",
     [
@@ -171,7 +171,7 @@ def test_postscript_is_not_run():
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes whose header promises width x height pixels."""
+    """A PNG of a few bytes whose header claims width x height pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

@@ -26,9 +26,9 @@ def test_a_balanced_epoch_has_every_class_equally_often(repeats):
     for label in range(3):
         counts = np.bincount(order[labels[order] == label], minlength=len(labels))[labels == label]
         assert counts.max() - counts.min() <= repeats
-    # every batch is balanced, not only the whole
+    # every batch is balanced, not only the whole epoch
     assert np.bincount(labels[order[:30]]).tolist() == [10, 10, 10]
-    # and the classes take no fixed turns: micro-batches are dealt by position
+    # and the classes do not come in a fixed order: micro-batches are dealt by position
     assert len(np.unique(labels[order].reshape(-1, 3 * repeats), axis=0)) == 6
     assert np.array_equal(order, balanced_order(labels, config(repeats=repeats), 0, 180))
     assert not np.array_equal(order, balanced_order(labels, config(repeats=repeats), 1, 180))
@@ -78,7 +78,7 @@ def test_unreadable_images_are_replaced_the_same_way_everywhere(damaged):
 
 
 def test_the_replacement_keeps_its_own_label(tmp_path):
-    """Cats are red 0, dogs red 10: with a broken dog among them, no image gets the other's label."""
+    """Cats are red 0, dogs red 10: with a broken dog among them, no image gets the label of another."""
     root = tree(tmp_path, cat=3, dog=5)
     write(tmp_path / "dog" / "2.png", b"broken")
     settings = config(

@@ -52,7 +52,7 @@ def test_ranks_share_the_same_global_batches(reference):
 
 
 class Counting:
-    """A source that remembers what was read of it."""
+    """A source that remembers what was read from it."""
 
     def __init__(self, source):
         self.source, self.reads = source, []
@@ -119,7 +119,7 @@ def test_reading_ahead_stops_at_a_few_batches_and_with_its_reader(monkeypatch):
     batches = read_ahead(validation, SPEC, 10)
     next(batches)
     next(batches)
-    # two that were handed over, and one for each thread
+    # two that were returned, and one for each thread
     assert max(started) < 40
     batches.close()
     assert len(started) <= 40

@@ -155,7 +155,7 @@ def test_it_serves_a_split_in_another_process(folder):
     packed = open_it(folder)
     packed.read(0)
     copy = pickle.loads(pickle.dumps(packed))
-    # a process opens the file itself: pickled pixels would be a copy of them
+    # a process opens the file itself: pickled pixels would be copied
     assert "_pixels" in vars(packed) and "_pixels" not in vars(copy)
     split = Split("train", copy, ["x"], np.zeros(4, dtype=np.int64), np.arange(4))
     assert np.array_equal(np.asarray(split.load(2)), np.asarray(packed.read(2)))

@@ -1,4 +1,4 @@
-"""The Pathfinder task: what its description says can be measured in the drawings."""
+"""The Pathfinder task: the drawings are as its description says."""
 
 import hashlib
 import itertools

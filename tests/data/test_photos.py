@@ -16,7 +16,7 @@ from hgrn_vision.data.splits import Split
 
 def test_any_number_of_folders_at_any_depth(tmp_path):
     one, two = write_scenes(tmp_path / "one", [1, 2]), write_scenes(tmp_path / "two" / "deep" / "er", [3])
-    # as systems leave them beside an image
+    # as operating systems leave beside an image
     for name in ("._01.png", ".DS_Store", "notes.txt"):
         (tmp_path / "one" / name).touch()
     files = list_photos([str(tmp_path / "two"), one])

@@ -1,4 +1,4 @@
-"""Where images lie: class folders, CSV files, tar files, torchvision's sets."""
+"""Where images come from: class folders, CSV files, tar files, torchvision's data sets."""
 
 import os
 
@@ -47,7 +47,7 @@ def test_csv_that_cannot_be_used(tmp_path, text, message):
 
 
 def layouts(tmp_path) -> dict[str, str]:
-    """The same images (red says the class, green the number, blue the split) in every layout that tars may have."""
+    """The same images (red is the class, green the number, blue the split) in every layout that tar files may have."""
     images = {
         part: {f"{name}/{i}.webp": png((red, i, blue)) for name, red in (("cat", 10), ("dog", 20)) for i in range(2)}
         for part, blue in (("train", 100), ("val", 200))

@@ -1,4 +1,4 @@
-"""What pixels a model wants, and the settings for opening images outside a run."""
+"""The pixels that a model expects, and the settings for opening images outside a run."""
 
 import pytest
 import timm

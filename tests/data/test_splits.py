@@ -60,7 +60,7 @@ def test_holdout_is_stratified_and_complete():
     assert sorted([*kept, *held_out]) == list(range(500))
     np.testing.assert_allclose(np.bincount(labels[held_out]), 0.3 * np.bincount(labels), atol=0.51)
     assert not np.array_equal(held_out, stratified_holdout(labels, 0.3, seed=2)[1])
-    # a class of two is validated too, however small the share
+    # a class of two images has one held out, however small the share
     labels = np.repeat([0, 1], [2, 10])
     assert np.bincount(labels[stratified_holdout(labels, 0.1)[1]]).tolist() == [1, 1]
 
@@ -126,7 +126,7 @@ def test_eval_images_limits_validation_only():
 
 
 def test_a_limit_takes_images_of_all_classes(tmp_path):
-    """Also where the images lie class by class; in their order, so that reading them is."""
+    """Even if they are listed class by class; the order is kept, so that they are read in order."""
     settings = config(data=tree(tmp_path, a=12, b=12), eval_images=8)
     validation = open_validation(settings, ["a", "b"])
     assert len(validation) == 8 and set(validation.labels) == {0, 1}
@@ -148,7 +148,7 @@ def test_a_stream_is_as_long_as_its_limit(monkeypatch):
     assert (len(train), len(validation)) == (30, 20)
     assert (len(open_splits(config(**STREAM))[1]), len(open_splits(config(**STREAM, eval_images=99))[1])) == (30, 30)
     assert [reader.split for reader in readers[:2]] == ["t", "v"]
-    # timm divides the training images among the ranks; of the others every rank reads all and keeps its part
+    # timm divides the training images among the ranks; of validation images every rank reads all and keeps its part
     assert [(reader.dist_rank, reader.dist_num_replicas) for reader in readers[:2]] == [(1, 2), (0, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Images that come in turn, of one worker: what it makes of them, without the processes and with them."""
+"""Images that are read in sequence: the batches of one worker, without processes and with them."""
 
 import io
 import itertools
@@ -21,7 +21,7 @@ CONFIG = TrainConfig(batch_size=4, micro_batch=2, workers=3)
 
 @pytest.fixture(autouse=True)
 def worker(monkeypatch):
-    """Worker 1 of 3, where this is no worker process."""
+    """Make this process look like worker 1 of 3."""
     info = SimpleNamespace(id=1, num_workers=3)
     monkeypatch.setattr(streamed, "get_worker_info", lambda: get_worker_info() or info)
     return info
@@ -77,7 +77,7 @@ def test_micro_batches_are_full_and_name_what_is_missing_once():
     batches = streamed.StreamedMicroBatches(stream(10, None, 30), CONFIG, SPEC, rank=0)
     first, second, third = itertools.islice(batches, 3)
     assert [batch.targets.tolist() for batch in (first, second, third)] == [[0, 0], [0, 0], [0, 0]]
-    # one pass over the files each
+    # one pass over the files for each
     names = [[record.name for record in batch.bad] for batch in (first, second, third)]
     assert names == [["image 1 of worker 1"], ["image 4 of worker 1"], ["image 7 of worker 1"]]
 
@@ -88,7 +88,7 @@ def test_a_sample_is_augmented_by_its_place(worker, monkeypatch):
     batches = streamed.StreamedMicroBatches(stream(1, 2), TrainConfig(seed=7, micro_batch=2, workers=3), SPEC, rank=2)
     batches.epoch, batches.rollbacks = 5, 4
     list(itertools.islice(batches, 2))
-    # seed, returns, epoch, the worker among those of all ranks, how many it has made
+    # seed, rollbacks, epoch, the worker among those of all ranks, how many images it has made
     assert seeds == [(7, 4, 5, 2 * 3 + 1, count) for count in range(4)]
 
 
@@ -136,7 +136,7 @@ def test_an_epoch_starts_at_its_beginning_with_workers_of_its_own(monkeypatch):
     epochs.start(3, 0, 1)
     epochs.start(4, 0, 2)
     epochs.close()
-    # one worker at least: only workers know their number
+    # at least one worker: only workers know their number
     assert events == [("reader", 3), ("open", 1, 3, 1), "close", ("reader", 4), ("open", 1, 4, 2), "close"]
     with pytest.raises(ValueError, match="cannot start at step 2 of an epoch"):
         epochs.start(5, 2, 0)

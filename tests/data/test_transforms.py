@@ -1,4 +1,4 @@
-"""From pixels to what a model wants, and back."""
+"""From pixels to what a model expects, and back."""
 
 import numpy as np
 import pytest

@@ -44,7 +44,7 @@ def test_workers_outlive_signals_and_epochs():
     steps = loader.epoch(0)
     next(steps)
     processes = loader.source.loader._iterator._workers
-    # by another process: only the one that started them may end them
+    # sent by another process: only the one that started them may end them
     pids = [str(process.pid) for process in processes]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         subprocess.run(["kill", f"-{number.value}", *pids], check=True)
@@ -52,12 +52,12 @@ def test_workers_outlive_signals_and_epochs():
     next(loader.epoch(1))
     assert loader.source.loader._iterator._workers == processes and all(p.is_alive() for p in processes)
     loader.close()
-    # ended as they were told, none was killed
+    # ended when told to, and not killed
     assert [p.exitcode for p in processes] == [0, 0]
 
 
 def test_an_error_elsewhere_is_not_held_up_by_workers(tmp_path):
-    """They ignore others' signals, but the interpreter ends its workers by one before it waits for them."""
+    """They ignore signals from others, but the interpreter ends its workers with a signal before it waits for them."""
     program = tmp_path / "program.py"
     program.write_text(
         "from hgrn_vision.data.spec import DataSpec\n"
