@@ -1,4 +1,4 @@
-"""Charts and self-contained pages, from plain numbers, texts and images."""
+"""Charts and self-contained pages, from plain numbers, strings and images."""
 
 from .page import GateLayer, Mistake, ReportData, write_report
 

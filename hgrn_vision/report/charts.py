@@ -50,7 +50,7 @@ def loss_chart(history: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def accuracy_chart(history: Sequence[Mapping[str, Any]]) -> Figure:
-    """Validation accuracy by epoch, the best epoch marked."""
+    """Validation accuracy by epoch, with the best epoch marked."""
     figure, axes = _axes("Validation accuracy")
     _curve(axes, history, "val_top5", "top-5", GREEN)
     _curve(axes, history, "val_top1", "top-1", ORANGE)
@@ -66,7 +66,7 @@ def accuracy_chart(history: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def rate_chart(history: Sequence[Mapping[str, Any]]) -> Figure:
-    """Learning rate at the end of each epoch."""
+    """Learning rate at the last step of each epoch."""
     figure, axes = _axes("Learning rate")
     _curve(axes, history, "lr", "learning rate", BLUE)
     _from_zero(axes)
@@ -74,7 +74,7 @@ def rate_chart(history: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def speed_chart(history: Sequence[Mapping[str, Any]]) -> Figure:
-    """Training images per second, over all processes."""
+    """Training images per second over all processes."""
     figure, axes = _axes("Speed, images per second")
     _curve(axes, history, "images_per_second", "images per second", BLUE)
     _from_zero(axes)
@@ -91,7 +91,7 @@ def _legend(axes: Axes) -> None:
 
 
 def gate_chart(layers: Sequence[Any]) -> Figure:
-    """Histogram of the forget gate's values in each layer, the first layer first; the line is the median."""
+    """Histogram of the forget gate's values in each layer, in order; the line is the median."""
     columns = min(4, len(layers))
     rows = -(-len(layers) // columns)
     figure = Figure(figsize=(2.75 * columns, 1.45 * rows + 0.3), layout="constrained")

@@ -21,7 +21,7 @@ class ExplainedImage:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All that the page shows."""
+    """Everything that the page shows."""
 
     title: str
     gate_table: Sequence[tuple[int, float, float, float, float, float]]

@@ -1,4 +1,4 @@
-"""A page of images with their labels: one self-contained file, written as the answers arrive."""
+"""A page of images with their predicted labels: one self-contained file, written as the answers arrive."""
 
 import io
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ _FOOT = """</main>
 
 
 def thumbnail(image: Image.Image) -> str:
-    """A small version of the image as a data: address, to be embedded in a page."""
+    """A small version of the image as a data: URL, to be embedded in a page."""
     small = image.copy()
     small.thumbnail((2 * SIDE, SIDE))
     buffer = io.BytesIO()
@@ -61,7 +61,7 @@ def thumbnail(image: Image.Image) -> str:
 
 
 class Gallery:
-    """Writes the page to `file`; its end is written when the `with` block is left without an error."""
+    """Writes the page to `file`, and its end when the `with` block is left without an error."""
 
     def __init__(self, file: IO[str], title: str):
         self._card, self._foot = template(_CARD), template(_FOOT)

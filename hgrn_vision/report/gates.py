@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-# cells in which gate values are counted: a median within 2e-6, in memory that does not grow with the images
+# cells in which gate values are counted: the median is exact to 2e-6, in memory that does not grow with the images
 FINE_CELLS = 2**18
 BINS = 64  # of the histograms that are drawn
 
@@ -29,12 +29,12 @@ class GateStatistics:
         """(layers,)"""
         up_to = self.counts.cumsum(axis=1)
         total = up_to[:, -1:]
-        # of an even number of values the median lies between the two in the middle
+        # the median of an even number of values lies between the two in the middle
         middle = [(up_to <= rank).sum(axis=1) for rank in ((total - 1) // 2, total // 2)]
         return (np.mean(middle, axis=0) + 0.5) / FINE_CELLS
 
     def histogram(self, bins: int = BINS) -> np.ndarray:
         """Share of the values in each of `bins` equal parts of 0..1, (layers, bins); bins divides FINE_CELLS."""
         coarse = self.counts.reshape(len(self.counts), bins, -1).sum(axis=2)
-        # there are none in a model whose weights are no longer numbers
+        # NaN weights give gates that are in no cell
         return coarse / np.maximum(coarse.sum(axis=1, keepdims=True), 1)

@@ -1,4 +1,4 @@
-"""Pages that hold all they show and need no network."""
+"""Self-contained pages, which need no network."""
 
 import base64
 import functools
@@ -27,10 +27,10 @@ def render_page(template: str, **values: object) -> str:
 
 
 def template(text: str) -> jinja2.Template:
-    """A part of a page that is written bit by bit."""
+    """A template for a part of a page that is written piece by piece."""
     return _environment().from_string(text)
 
 
 def data_address(image: bytes, kind: str) -> str:
-    """The contents of an image file as a data: address, to be embedded in a page."""
+    """The contents of an image file as a data: URL, to be embedded in a page."""
     return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"

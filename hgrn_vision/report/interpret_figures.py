@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from .style import BLUE, DIM, ORANGE, paper_style
 
 AGAINST_FOR = LinearSegmentedColormap.from_list("against_for", ["#2563eb", "#ffffff", "#ef2d2d"])
-FAINTEST = 1e-5  # smaller shares are shown as this
+FAINTEST = 1e-5  # smaller values are shown as this one
 
 
 @paper_style()
@@ -23,7 +23,7 @@ def gate_figure(mean: np.ndarray, median: np.ndarray, shares: np.ndarray, bounds
     Args:
         mean: (layers,).
         median: (layers,).
-        shares: of the values in equal parts of 0..1, (layers, bins).
+        shares: share of the values in each of equal parts of 0..1, (layers, bins).
         bounds: lower bounds, (layers, D).
     """
     layers = np.arange(1, len(mean) + 1)
@@ -49,7 +49,7 @@ def _ridges(axes: Axes, median: np.ndarray, shares: np.ndarray) -> None:
     edges = np.linspace(0, 1, bins + 1)
     colors = matplotlib.colormaps["viridis"](np.linspace(0.15, 0.85, depth))
     for i in reversed(range(depth)):
-        # spikes of gates that always have one value would flatten all others on a common scale
+        # a scale per layer: on a common one, the spike of a nearly constant gate would flatten all others
         heights = 1.25 * shares[i] / shares[i].max()
         axes.stairs(i + heights, edges, baseline=i, fill=True, color=colors[i], alpha=0.85, zorder=depth - i)
         axes.stairs(i + heights, edges, baseline=i, color="white", linewidth=0.7, zorder=depth - i)
@@ -62,12 +62,12 @@ def _ridges(axes: Axes, median: np.ndarray, shares: np.ndarray) -> None:
 
 @paper_style()
 def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], token: int, scan: str) -> Figure:
-    """|A| of some layers, and below each what one token gathers, laid out as in the image.
+    """|A| of some layers, and below each the row of one token, laid out as in the image.
 
     Args:
-        strengths: number of a layer, from 1, to its matrix (T, T).
+        strengths: the matrix (T, T) of each layer, by its number from 1.
         grid: rows and columns of patches.
-        token: whose row is laid out.
+        token: the token whose row is laid out.
         scan: where the scans run, for the title.
     """
     count = len(strengths)
@@ -95,11 +95,11 @@ def mixing_figure(strengths: Mapping[int, np.ndarray], grid: tuple[int, int], to
 
 @paper_style()
 def evidence_figure(image: np.ndarray, cells: np.ndarray, patch: tuple[int, int], label: str) -> Figure:
-    """The image as the model sees it, and on it what each patch adds to the log-probability of `label`.
+    """The image as the model sees it, and over it what each patch adds to the log-probability of `label`.
 
     Args:
         image: (H, W, 3), uint8.
-        cells: (rows, columns) of patches.
+        cells: what each patch adds, (rows, columns).
         patch: height and width of a patch in pixels.
         label: name of the class.
     """
@@ -114,7 +114,7 @@ def evidence_figure(image: np.ndarray, cells: np.ndarray, patch: tuple[int, int]
     overlaid.imshow(grey, cmap="gray", vmin=-60, vmax=300, extent=extent, **options)
 
     largest = max(float(np.abs(cells).max()), 1e-12)
-    # what adds nothing is left clear, so that the image shows through
+    # patches that add nothing stay clear, so that the image shows through
     opacity = 0.75 * (np.abs(cells) / largest) ** 0.6
     heat = overlaid.imshow(cells, cmap=AGAINST_FOR, vmin=-largest, vmax=largest, alpha=opacity, **options)
     overlaid.add_patch(_frame(*np.unravel_index(cells.argmax(), cells.shape), "#ffd60a"))

@@ -16,7 +16,7 @@ from .confusion import confusion_figure
 from .html import data_address, render_page
 from .style import page_style, to_svg
 
-MATRIX_CLASSES = 50  # above that, the most confused pairs say more than a matrix
+MATRIX_CLASSES = 50  # beyond that, a table of the most confused pairs says more than a matrix
 PAIRS = 30
 BAD_ROWS = 100
 IMAGE_SIDE = 224
@@ -39,12 +39,12 @@ class GateLayer:
 
     mean: float
     median: float
-    shares: np.ndarray  # of the values in each of n equal parts of 0..1, (n,)
+    shares: np.ndarray  # share of the values in each of n equal parts of 0..1, (n,)
 
 
 @dataclass(frozen=True)
 class ReportData:
-    """All that a report shows, as plain numbers, texts and images."""
+    """Everything that a report shows, as plain numbers, strings and images."""
 
     title: str
     command: str
@@ -61,8 +61,8 @@ class ReportData:
 
 
 def write_report(path: str | os.PathLike, data: ReportData) -> None:
-    """Write the report; a report already there is whole until the new one replaces it."""
-    # file names may hold bytes that are not text
+    """Write the report; an older one stays intact until the new one replaces it."""
+    # file names may contain bytes that are not text
     write_text(path, render(data), errors="replace")
 
 
@@ -115,7 +115,7 @@ def _speed(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         ("images_per_second", "images per second, median of the epochs", np.median, "{:,.1f}"),
         ("data_wait", "time spent waiting for data", np.mean, "{:.1%}"),
         ("peak_memory", "peak memory", np.max, "{:,.0f} MiB"),
-        ("skipped_steps", "steps skipped because of a non-finite loss", np.max, "{:.0f}"),
+        ("skipped_steps", "steps skipped because of a non-finite loss or gradient", np.max, "{:.0f}"),
     ):
         values = charts.column(history, name)
         values = values[np.isfinite(values)]
@@ -128,7 +128,7 @@ def confused_pairs(confusion: np.ndarray | None, class_names: Sequence[str]) -> 
     """The most frequent mistakes: (true, predicted, count, share of the true class)."""
     if confusion is None:
         return []
-    # ten thousand classes make a hundred million cells, few of them non-zero
+    # ten thousand classes make a hundred million cells, of which few are non-zero
     true, guess = (side.astype(np.int32) for side in np.nonzero(confusion))
     true, guess = true[true != guess], guess[true != guess]
     counts = confusion[true, guess]
@@ -140,7 +140,7 @@ def confused_pairs(confusion: np.ndarray | None, class_names: Sequence[str]) -> 
 
 
 def embed(image: Image.Image) -> str:
-    """An image as a data: address, to be embedded in a page; small ones are stored losslessly."""
+    """An image as a data: URL, to be embedded in a page; small ones are stored losslessly."""
     small = image.convert("RGB")
     buffer = io.BytesIO()
     if max(small.size) <= IMAGE_SIDE // 2:

@@ -1,4 +1,4 @@
-"""The chart of the benchmark: throughput and memory against the size of the images."""
+"""The chart of the benchmark: throughput and memory against image size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ COLOURS = (BLUE, GREEN, ORANGE, VIOLET)
 
 @paper_style()
 def speed_chart(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """The rows of bench.csv: one column of panels per task, models solid, peers dashed."""
+    """The rows of bench.csv as a chart: one column of panels per task, models solid, peers dashed."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure = Figure(figsize=(5.6 * max(1, len(tasks)), 7.2), layout="constrained")
     figure.suptitle("solid: recurrent models, dashed: their peers", fontsize=10)

@@ -13,21 +13,21 @@ from .style import page_style, to_svg
 
 @dataclass(frozen=True)
 class StudyArm:
-    """What the page shows of an arm, as plain numbers and texts; top-1 in percent."""
+    """What the page shows about an arm, as plain numbers and strings; top-1 is in percent."""
 
     name: str
     sentence: str
     cells: Sequence[str]  # its row of the table
-    last: Sequence[float]  # top-1 after the last epoch, of each seed
+    last: Sequence[float]  # top-1 after the last epoch, for each seed
     difference: tuple[float, float, float] | None  # mean and 95% interval; None for the first arm
-    curves: Sequence[Sequence[tuple[float, float]]]  # of each seed, position and top-1
+    curves: Sequence[Sequence[tuple[float, float]]]  # position and top-1, for each seed
     side: int  # of the images that it was trained on
     sizes: Sequence[tuple[int, float, float]] = ()  # image size, mean and standard deviation of top-1
 
 
 @dataclass(frozen=True)
 class StudyData:
-    """All that the page shows."""
+    """Everything that the page shows."""
 
     title: str
     command: str
@@ -41,7 +41,7 @@ class StudyData:
 
 
 def write_study(path: str | os.PathLike, data: StudyData) -> None:
-    """Write the page; one already there is whole until the new one replaces it."""
+    """Write the page; an older one stays intact until the new one replaces it."""
     write_text(path, render(data), errors="replace")
 
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
 from .style import BLUE, GREEN, ORANGE, VIOLET
 
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, "#e0457b", "#0ea5b7", "#a3762b", "#64748b", "#b5b800", "#dc2626")
-LINES = ("-", "--", ":")  # the colours come again with the next one
+LINES = ("-", "--", ":")  # once the colours are used up, they repeat with the next of these
 
 
 def look(number: int) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def look(number: int) -> dict[str, Any]:
 
 
 def curve_chart(arms: Sequence[Any], x_label: str) -> Figure:
-    """Top-1 during training: the mean of the seeds, in a band from the lowest to the highest of them."""
+    """Top-1 during training: the mean over the seeds, in a band from the lowest seed to the highest."""
     figure = Figure(figsize=(8.6, 4.2), layout="constrained")
     axes = figure.add_subplot(title="Top-1 on held-out images, percent", xlabel=x_label)
     axes.grid(True)
@@ -38,7 +38,7 @@ def curve_chart(arms: Sequence[Any], x_label: str) -> Figure:
 
 
 def band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Positions, and mean, least and greatest of the curves at each; curves may end early."""
+    """Positions, and the mean, lowest and highest value of the curves at each; curves may end early."""
     length = max((len(curve) for curve in curves), default=0)
     columns: list[list[float]] = [[], [], [], []]
     for place in range(length):
@@ -52,7 +52,7 @@ def band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[np.ndarray, n
 
 
 def dot_chart(arms: Sequence[Any]) -> Figure:
-    """A dot for each seed of each arm, and its paired difference to the first arm with the 95% interval."""
+    """A dot for each seed of each arm, and the arm's paired difference from the first with its 95% interval."""
     figure = Figure(figsize=(8.6, 1.1 + 0.36 * len(arms)), layout="constrained")
     dots, differences = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for number, arm in enumerate(arms):
@@ -70,7 +70,7 @@ def dot_chart(arms: Sequence[Any]) -> Figure:
     # the first arm on top
     dots.set_ylim(len(arms) - 0.5, -0.5)
     dots.set(title="Top-1 after the last epoch, percent; | is the mean")
-    differences.set(title=f"Difference to {_short(arms[0].name, 24)}, points")
+    differences.set(title=f"Difference from {_short(arms[0].name, 24)}, points")
     differences.title.set_parse_math(False)
     differences.axvline(0, color="#8b949e", linewidth=1)
     for axes in (dots, differences):
@@ -81,7 +81,7 @@ def dot_chart(arms: Sequence[Any]) -> Figure:
 
 
 def size_chart(arms: Sequence[Any]) -> Figure:
-    """Top-1 of the same weights at other image sizes; the size that they were trained at is marked."""
+    """Top-1 of the same weights at other image sizes; sizes that arms were trained at are marked."""
     figure = Figure(figsize=(8.6, 4.0), layout="constrained")
     axes = figure.add_subplot(title="Top-1 by image size, percent", xlabel="pixels per side", xscale="log")
     axes.grid(True)
@@ -112,5 +112,5 @@ def _legend(figure: Figure, axes: Axes) -> None:
     if axes.get_legend_handles_labels()[0]:
         legend = figure.legend(loc="outside right upper", fontsize=8)
         for text in legend.get_texts():
-            # names are not formulas, whatever dollar signs they hold
+            # names are not formulas, even with dollar signs in them
             text.set_parse_math(False)

@@ -1,6 +1,7 @@
-"""How charts look: colours, matplotlib's settings, and the files that figures become.
+"""How charts look: colours, matplotlib settings, and conversion to SVG and PNG.
 
-Charts of a page are SVG that takes its ink from the page around it and so fits light and dark pages; others are PNG.
+Charts in pages are SVG and take the text colour of the page around them, so that they suit light and dark pages.
+Others are PNG.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 import matplotlib
 from matplotlib.figure import Figure
 
-PAGE_INK = "#010203"  # drawn with this, shown in the page's own colour
+PAGE_INK = "#010203"  # placeholder, shown in the page's own colour
 PAPER_INK, DIM = "#1f2328", "#8b949e"
 BLUE, ORANGE, GREEN, VIOLET = "#3b82f6", "#ea7a30", "#17a673", "#8b5cf6"
 
@@ -55,29 +56,29 @@ PAPER = {
 
 @contextlib.contextmanager
 def page_style() -> Iterator[None]:
-    """Matplotlib's settings while a figure is drawn and saved; the caller's own are restored afterwards."""
+    """Matplotlib settings for figures in pages; the caller's own are restored afterwards."""
     with matplotlib.rc_context(PAGE):
         yield
 
 
 @contextlib.contextmanager
 def paper_style() -> Iterator[None]:
-    """The same for figures that become PNG files."""
+    """Matplotlib settings for figures that become PNG files; the caller's own are restored afterwards."""
     with matplotlib.rc_context(PAPER):
         yield
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """A figure as an <svg> element for a page; `name` tells it apart from the others there."""
+    """A figure as an <svg> element for a page; `name` must be unique there."""
     buffer = io.StringIO()
-    # the salt takes the place of random numbers in the names of elements
+    # with a fixed salt, the ids of elements are not random
     with matplotlib.rc_context({**PAGE, "svg.hashsalt": name}), warnings.catch_warnings():
-        # text stays text, and the reader's browser has fonts for letters that matplotlib's font lacks
+        # text stays text in SVG, and browsers have fonts for letters that matplotlib's font lacks
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(PAGE_INK, "currentColor")
-    # every chart uses the same element ids, but on a page each id must be unique
+    # charts share element ids, which must be unique on a page
     svg = re.sub(r'( id="|url\(#|href="#)', rf"\1{name.replace(' ', '-')}-", svg)
     return re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{name}">', svg, count=1)
 

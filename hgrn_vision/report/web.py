@@ -1,4 +1,4 @@
-"""The page that runs an exported model in a browser: one HTML file, with its style and scripts inside."""
+"""The page that runs an exported model in a browser: one HTML file that contains its style and scripts."""
 
 import base64
 import hashlib
@@ -26,7 +26,7 @@ class Runtime:
     """Where the page loads onnxruntime-web from."""
 
     version: str
-    address: str  # of the folder of its files, with a slash at the end
+    address: str  # of the folder with its files, ending in a slash
     module: RuntimeFile
     wasm: RuntimeFile
 
@@ -46,14 +46,14 @@ class Site:
 
 
 def describe_file(path: Path) -> RuntimeFile:
-    """A file's name, size and the hash that browsers check it by."""
+    """A file's name, size, and the hash by which browsers check it."""
     data = path.read_bytes()
     return RuntimeFile(path.name, len(data), _hash(data, "sha384"))
 
 
 def render_site(site: Site, version: str) -> str:
-    """index.html; `version` is that of this package."""
-    # model.js begins to load, so that it comes last
+    """The text of index.html; `version` is that of this package."""
+    # model.js comes last, because it starts loading the model at once
     style, script = _source("page.css"), _source("page.js", "sources.js", "model.js")
     return render_page(
         "web/page.html",
@@ -83,7 +83,7 @@ def _settings(site: Site) -> dict[str, Any]:
 
 
 def _policy(runtime: Runtime, style: str, script: str) -> str:
-    """What the browser lets the page do: talk to its own host, and to the runtime's if that is another one."""
+    """The content security policy: the page may only talk to its own host, and to the runtime's if that is another."""
     elsewhere = f" {runtime.address}" if "://" in runtime.address else ""
     rules = {
         "default-src": "'none'",

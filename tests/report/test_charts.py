@@ -7,7 +7,7 @@ from hgrn_vision.report import GateLayer, charts
 
 HISTORY = [
     {"epoch": 1, "lr": 0.1, "train_loss": 3, "val_loss": 2.5, "val_top1": 20, "val_top5": 60, "images_per_second": 50},
-    # as csv.DictReader gives an evaluation that is missing
+    # as csv.DictReader returns a missing evaluation
     {"epoch": "2", "lr": "0.2", "train_loss": "2", "val_loss": "", "val_top1": "", "images_per_second": ""},
     {"epoch": 3, "lr": 0.05, "train_loss": 1, "val_loss": 2, "val_top1": 40, "val_top5": 80, "images_per_second": 70},
     {"epoch": 4, "lr": 0, "train_loss": 1, "val_loss": 2, "val_top1": 30, "val_top5": 90, "images_per_second": 60},

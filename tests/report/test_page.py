@@ -1,4 +1,4 @@
-"""The report: every number that goes in can be read in the page, and the page needs nothing but itself."""
+"""The report: every number that goes in can be read on the page, and the page is self-contained."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ HOSTILE = '<script>alert("$x$")</script> & Söhne'
 
 
 def history(epochs: int = 5) -> list[dict]:
-    """Rows as csv.DictReader gives them, one validation missing."""
+    """Rows as csv.DictReader returns them, with one evaluation missing."""
     rows = [
         {
             "epoch": str(epoch),
@@ -126,7 +126,7 @@ def test_charts_are_whole_and_follow_the_page(data):
     drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     assert len(drawings) == 6 and style.PAGE_INK not in page
     for drawing in drawings:
-        # inside a page the namespace of links is known
+        # inside a page the namespace of links need not be declared
         ElementTree.fromstring(drawing.replace("<svg ", '<svg xmlns:xlink="x" ', 1))
         assert "currentColor" in drawing
 

@@ -1,4 +1,4 @@
-"""The page that runs a model: what it may do, what it holds, and how its script prepares pixels."""
+"""The page that runs a model: what it may do, what it contains, and how its script prepares pixels."""
 
 import json
 import re
@@ -72,7 +72,7 @@ TALL = ((40, 300), 31, 0.95, "bicubic")
 
 @pytest.mark.skipif(not shutil.which("node"), reason="node is not installed")
 def test_pixels_are_those_of_python(tmp_path):
-    """The script of the page, run by node, against the transforms that models are evaluated with."""
+    """The page's script, run by node, against the transforms that models are evaluated with."""
     script = (web.SOURCES / "pixels.js").read_text("utf-8")
     script += """
 import { readFileSync, writeFileSync } from "node:fs";

@@ -1,4 +1,4 @@
-"""The page that runs a model, in a real browser: with a model of two operators, since only the page is looked at."""
+"""The page that runs a model, in a real browser, with a model of two operators, since only the page is tested."""
 
 import base64
 import json
@@ -72,7 +72,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, site):
-    """The page, ready for an image; it must have talked to its own host alone, and made no error."""
+    """The page, ready for an image; it must have talked only to its own host, without errors."""
     with serve(site) as address:
         browser.resize(1200, 900)
         browser.open(address)
@@ -98,8 +98,8 @@ def test_what_is_no_image_gives_a_sentence(page, photo, tmp_path):
     cases = {
         "notes.txt": "“notes.txt” is not an image.",
         "empty.png": "“empty.png” is empty.",
-        "broken.jpg": "“broken.jpg” is damaged, or of a kind that this browser cannot show.",
-        "noise.png": "“noise.png” is damaged, or of a kind that this browser cannot show.",
+        "broken.jpg": "“broken.jpg” is damaged, or in a format that this browser cannot show.",
+        "noise.png": "“noise.png” is damaged, or in a format that this browser cannot show.",
     }
     for name, sentence in cases.items():
         page.drop(photo)
@@ -182,7 +182,7 @@ def test_it_fits_and_follows_the_system(page, photo, width):
 
 
 def test_the_runtime_is_checked_before_it_runs(browser, tmp_path):
-    """Loaded from another host, which the test answers for; one changed byte, and the page refuses it."""
+    """Loaded from another host, for which the test answers; if one byte is changed, the page refuses it."""
     files = {CDN + name: (RUNTIME / "dist" / name).read_bytes() for name in FILES}
     with serve(write_site(tmp_path / "site", CDN)) as address:
         browser.resize(1200, 900)

@@ -47,14 +47,14 @@ async function download(file, received) {
     length += value.length;
     received(value.length);
   }
-  if (length !== file.bytes) throw new Problem(`${file.what} did not arrive whole; load the page again.`);
+  if (length !== file.bytes) throw new Problem(`${file.what} did not arrive completely; reload the page.`);
   return bytes.buffer;
 }
 
 async function load() {
   if (location.protocol === "file:") {
     throw new Problem(
-      "Browsers do not let a page from the disk read the files beside it. Serve the folder, for instance with " +
+      "Browsers do not let a page from the disk read the files beside it. Serve the folder, for example with " +
         "“python -m http.server”, and open http://localhost:8000.",
     );
   }

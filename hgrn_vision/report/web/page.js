@@ -4,12 +4,12 @@ const $ = (id) => document.getElementById(id);
 const site = JSON.parse($("site").textContent);
 const FEW = 5;
 const MANY = 20;
-const LARGEST = 89478485; // pixels; what Python refuses too
+const LARGEST = 89478485; // pixels, the same limit as in Python
 
-// A sentence for the user, in the place of an error.
+// An error whose message is a sentence for the user.
 class Problem extends Error {}
 
-// `seen`: also for those who see the page; they see the answers themselves.
+// Without `seen`, only for screen readers: everyone else sees the answers themselves.
 function say(text, seen = true) {
   $("status").textContent = text;
   $("status").classList.toggle("hidden", !seen);
@@ -83,12 +83,12 @@ async function decode(file) {
   if (!file.size) throw new Problem(`${name} is empty.`);
   let bitmap;
   try {
-    // colours as they are in the file, since Python does not look at colour profiles either
+    // colours as they are in the file, because Python ignores colour profiles too
     bitmap = await createImageBitmap(file, { colorSpaceConversion: "none", imageOrientation: "from-image" });
   } catch {
     const image = file.type.startsWith("image/");
     throw new Problem(
-      image ? `${name} is damaged, or of a kind that this browser cannot show.` : `${name} is not an image.`,
+      image ? `${name} is damaged, or in a format that this browser cannot show.` : `${name} is not an image.`,
     );
   }
   if (bitmap.width * bitmap.height > LARGEST) throw new Problem(`${name} is too large: over 89 million pixels.`);
@@ -121,7 +121,7 @@ async function take(file) {
     if (!current()) return;
     preview(file, bitmap);
     if (document.body.dataset.ready !== undefined) say("Looking at the image…");
-    // a failure to load has been told already
+    // a failure to load has already been reported
     if (!(await loading.then(() => true, () => false)) || !current()) return;
     const answer = await ask("classify", { bitmap }, [bitmap]);
     if (current()) showAnswers(answer);

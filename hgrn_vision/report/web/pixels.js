@@ -1,6 +1,6 @@
-// An image as the model wants it, equal bit by bit to what Python does: Pillow's resize of the shorter side, torchvision's
-// centre crop, then normalisation in float32. Only the pixels of the crop are computed. (Pillow resizes very tall images
-// along y first, which may round a byte up or down.)
+// Prepares an image for the model, bit for bit as Python does: Pillow's resize of the shorter side, torchvision's centre
+// crop, then normalisation in float32. Only the pixels of the crop are computed. (Pillow resizes very tall images along y
+// first, which may change a byte by one.)
 
 const FILTERS = {
   box: [0.5, (x) => (x > -0.5 && x <= 0.5 ? 1 : 0)],
@@ -10,7 +10,7 @@ const FILTERS = {
   lanczos: [3, (x) => (x >= -3 && x < 3 ? sinc(x) * sinc(x / 3) : 0)],
 };
 const BITS = 22; // Pillow's fixed-point precision for 8-bit images
-const STRIP = 64; // rows read at once: a large photograph is never in memory a second time
+const STRIP = 64; // rows read at once, so that a large photograph is not copied whole
 
 function bicubic(x) {
   x = Math.abs(x);
@@ -35,7 +35,7 @@ function roundHalfToEven(x) {
   return below % 2 === 0 ? below : below + 1;
 }
 
-// What of an image the model sees: the size after resizing, and the corner of the crop in it.
+// The part of an image that the model sees: the size after resizing, and the corner of the crop in it.
 function geometry(width, height, spec) {
   const shorter = Math.min(width, height);
   const longer = Math.trunc((spec.resize * Math.max(width, height)) / shorter);
@@ -43,7 +43,7 @@ function geometry(width, height, spec) {
   return { width: w, height: h, left: roundHalfToEven((w - spec.size) / 2), top: roundHalfToEven((h - spec.size) / 2) };
 }
 
-// The weights with which input pixels make output pixels `first` to `first + count` of a side.
+// The weights of input pixels for output pixels `first` to `first + count` (exclusive) along a side.
 function sideWeights(input, output, first, count, name) {
   const [reach, filter] = FILTERS[name];
   const scale = input / output;
@@ -67,7 +67,7 @@ function toByte(sum) {
   return Math.min(255, Math.max(0, sum >> BITS));
 }
 
-// The crop as bytes, three per pixel. `readRows(top, count)` gives rows of the image, four bytes per pixel.
+// The crop as bytes, three per pixel. `readRows(top, count)` returns rows of the image, four bytes per pixel.
 function cropPixels(readRows, width, height, spec) {
   const { size } = spec;
   const to = geometry(width, height, spec);

@@ -13,7 +13,7 @@ $("retry").onclick = () => {
   begin();
 };
 
-// the whole window takes a drop, so that a near miss does not leave the page
+// the whole window accepts drops, so that the browser does not open a file that just missed the target
 const over = (on) => $("stage").classList.toggle("over", on);
 addEventListener("dragover", (event) => {
   event.preventDefault();
@@ -41,7 +41,7 @@ $("paste").onclick = async () => {
 };
 
 const REFUSALS = {
-  NotAllowedError: "The camera was not allowed. The browser's settings for this page can change that.",
+  NotAllowedError: "Access to the camera was denied. The browser's settings for this page can change that.",
   NotFoundError: "No camera was found.",
   NotReadableError: "The camera is in use by another program.",
 };
@@ -57,7 +57,7 @@ function closeCamera() {
 
 async function openCamera() {
   $("problem").textContent = "";
-  // browsers give a page the camera only over https; phones still offer theirs in the file picker
+  // browsers give a page the camera only over HTTPS; phones still offer it in the file picker
   if (!navigator.mediaDevices) return $("capture").click();
   closeCamera();
   try {

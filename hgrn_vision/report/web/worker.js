@@ -1,10 +1,10 @@
-// Runs the model beside the page, so that the page stays alive meanwhile. It fetches nothing: the page hands it everything.
+// Runs the model in a worker, so that the page stays responsive. It fetches nothing: the page hands it everything.
 
 let session = null;
 let runtime = null;
 let spec = null;
 
-// The bitmap's rows on a white ground, as Python shows transparent images to the model.
+// The bitmap's rows on white, as Python shows transparent images to the model.
 function rowReader(bitmap) {
   const canvas = new OffscreenCanvas(bitmap.width, STRIP);
   const context = canvas.getContext("2d", { willReadFrequently: true });
@@ -34,10 +34,10 @@ const actions = {
     runtime = await import(address);
     URL.revokeObjectURL(address);
     runtime.env.wasm.wasmBinary = message.wasm;
-    // more threads need headers that static hosts do not send, and would load this module again, by its address
+    // more threads need headers that static hosts do not send, and would load this module again by its address
     runtime.env.wasm.numThreads = 1;
     session = await runtime.InferenceSession.create(new Uint8Array(message.model), { executionProviders: ["wasm"] });
-    // the first run takes longer than the others; done here, it does not spoil the first answer's time
+    // the first run takes longer than the others; done here, it does not distort the time of the first answer
     await session.run({ pixel_values: imageTensor(new Float32Array(3 * spec.size * spec.size)) });
     return {};
   },
