@@ -2,11 +2,11 @@
 
     python -m hgrn_vision.kernels.aot --target sm_80 gfx942 --dtype bf16
 
-Exit code 1 where a kernel needs more registers than its target's limit, spills, uses a stack or an atomic operation,
-or where a path in one pass, or the scan of a grid, moves more than PASS_BYTES times the least bytes. Registers, spills,
-stack, shared memory and atomics are read from the compiled code. Loads, stores and bytes are counted in the compiled
-Triton IR, each times the trip count of its loop: what a launch visits first comes from memory, what it visits again
-from a cache. That the cache still holds it, and all times, are a model, not a measurement.
+The exit code is 1 if a kernel needs more registers than its target's limit, spills, uses a stack or an atomic
+operation, or if the scan in one pass, or of a grid, moves more than PASS_BYTES times the least bytes. Registers,
+spills, stack, shared memory and atomics are read from the compiled code. Loads, stores and bytes are counted in the
+compiled Triton IR, each times the trip count of its loop: what a launch accesses first comes from memory, what it
+accesses again from a cache. That the cache still holds it, and all times, are a model, not a measurement.
 """
 
 import argparse
@@ -41,17 +41,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IR_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 # the shapes of HGRN-Tiny and HGRN-Small, 16 x 16 tokens
 B, T, WIDTHS, SIDE = 128, 256, {"tiny": 192, "small": 384}, 16
-# the two of a sequence, and that of a grid's rows and columns
+# two for a sequence, one for the rows and columns of a grid
 PATHS = ("chunks", "one pass", "grid")
 PARAMETERS = ("lower_bound", "rotation", "bias")
-WORKSPACES = ("ends", "starts")  # of the sequence kernels, written in a program's first sweep and read in its second
+WORKSPACES = ("ends", "starts")  # of the sequence kernels: written in a program's first sweep, read in its second
 # peak bytes and bf16 operations per second, from NVIDIA's data sheets (SXM, 80 GB)
 GPUS = {"A100": (2.04e12, 312e12), "H100": (3.35e12, 989e12)}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel, as the launchers of triton_scan make it, over sequences of so many tokens."""
+    """One launch of a kernel, as triton_scan makes it, over sequences of `tokens` tokens."""
 
     path: str
     step: str
@@ -69,7 +69,7 @@ class Launch:
 
 @dataclass
 class Report:
-    """What a kernel compiled for a target costs: counts per token and channel, CPU seconds unless it was cached."""
+    """What a kernel compiled for a target costs, with traffic per token and channel; no seconds if it was cached."""
 
     target: str
     path: str
@@ -95,7 +95,7 @@ class Report:
 def record_launches(
     path: str, dtype: torch.dtype, fields: int, directions: int, D: int = WIDTHS["tiny"]
 ) -> list[Launch]:
-    """The launches of a forward and a backward with a bias, recorded on tensors without memory."""
+    """The launches of a forward and a backward pass with a bias, recorded on tensors without memory."""
     from . import triton_scan
 
     launches = []
@@ -178,7 +178,7 @@ def name_of(launch: Launch) -> str:
 
 
 def cpu_seconds() -> float:
-    """Of this process and the assemblers it ran: unlike wall-clock time, not affected by other processes."""
+    """CPU time of this process and the assemblers it ran, which other processes hardly affect."""
     return sum(os.times()[:4])
 
 
@@ -220,9 +220,9 @@ def read_amdgcn(code: str) -> dict[str, int]:
 
 
 def memory_operations(ir: str) -> Iterator[tuple[str, str, int, bool]]:
-    """The loads and stores of a kernel in Triton IR: operation, argument of the kernel, loop (0: none), whether again.
+    """The loads and stores of a kernel in Triton IR: operation, kernel argument, loop (0: none), whether repeated.
 
-    A load is made again if the same round of the loop has loaded from the same pointer.
+    An access is repeated if the same pass of the loop has already accessed the same pointer in the same way.
     """
     root: dict[str, str] = {}
     seen = set()
@@ -254,10 +254,10 @@ def rounds_of_loop(launch: Launch) -> int:
 
 
 def traffic(ir: str, launch: Launch, element_size: dict[str, int]) -> dict[str, float]:
-    """Loads and stores of a launch per token and channel, and the bytes of them that memory and that a cache serves.
+    """Loads and stores of a launch per token and channel, and how many of their bytes memory and caches serve.
 
-    A kernel's last loop visits all it works on, and any loop before it some of that: the first visit is served
-    by memory, the second by a cache. Caches also serve the parameters, which all programs share.
+    A kernel's last loop accesses all that it works on, and any loop before it a part of that: memory serves the first
+    access, a cache the second. Caches also serve the parameters, which all programs share.
     """
     constants = dict(launch.constants)
     operations = list(memory_operations(ir))
@@ -313,8 +313,8 @@ def scan_bytes(reports: Sequence[Report]) -> list[dict]:
 def least_bytes(path: str, step: str, fields: int, size: int) -> tuple[int, int]:
     """Bytes per token and channel if every tensor is moved once, and the least that the launches of a path can move.
 
-    They are the same but for a grid, where one launch for rows and one for columns each read the input, without the
-    output gate where rows do not need it, and the first hands its share to the second in float32.
+    They only differ for a grid: one launch for rows and one for columns both read the input, except for the output
+    gate, which rows do not need in forward, and the first hands its share to the second in float32.
     """
     read, written = (fields, 2) if step == "forward" else (fields + 2, fields)
     once = (read + written) * size
@@ -329,7 +329,7 @@ def _variant(report: Report) -> tuple:
 
 
 def matmul_seconds(rows: int, inner: int, columns: int, bandwidth: float, operations: float) -> float:
-    """Time of a matmul in bf16 at the peak of what limits it."""
+    """Time of a bf16 matmul at the peak bandwidth or throughput, whichever limits it."""
     moved = 2 * (rows * inner + inner * columns + rows * columns)
     return max(moved / bandwidth, 2 * rows * inner * columns / operations)
 
@@ -349,7 +349,7 @@ def roofline(rows: Sequence[dict]) -> list[dict]:
                 matmuls += matmul_seconds(B * T, columns, inner, *peak) + matmul_seconds(inner, B * T, columns, *peak)
         moved = dict(scan=row["memory"], uncached=row["memory"] + row["cache"], least=row["least"])
         scans = {name: 1e6 * count * B * T * D / peak[0] for name, count in moved.items()}
-        # a grid has but one
+        # a grid has only one path
         taken = row["path"] in ("grid", "one pass" if triton_scan.one_pass(B, T, D) else "chunks")
         where = dict(gpu=gpu, size=size, step=row["step"], path=row["path"], taken=taken)
         predictions.append(where | scans | dict(matmuls=1e6 * matmuls))
@@ -357,11 +357,11 @@ def roofline(rows: Sequence[dict]) -> list[dict]:
 
 
 def compile_all(targets: Sequence[str], dtypes: Sequence[str]) -> list[Report]:
-    """A report for every distinct kernel of every variant, compiled by two processes."""
+    """A report on every distinct kernel of every variant, compiled by two processes."""
     variants = [
         record_launches(path, DTYPES[dtype], *variant)
         for dtype, path, *variant in product(dtypes, PATHS, (5, 3), (2, 1))
-        # one direction of a grid is the same kernel with less in it
+        # a grid in one direction is the same kernel with less in it
         if path != "grid" or variant[1] == 2
     ]
     launches = list(dict.fromkeys(launch for variant in variants for launch in variant))
@@ -372,7 +372,7 @@ def compile_all(targets: Sequence[str], dtypes: Sequence[str]) -> list[Report]:
 
 
 def print_table(rows: Sequence[dict]) -> None:
-    """Rows of equal keys as aligned columns."""
+    """Print rows with equal keys as aligned columns."""
 
     def text(value):
         if isinstance(value, bool):
@@ -387,17 +387,17 @@ def print_table(rows: Sequence[dict]) -> None:
 
 def print_reports(reports: Sequence[Report], moved: Sequence[dict], predictions: Sequence[dict]) -> None:
     print(f"Compiled kernels, D={WIDTHS['tiny']}; loads, stores and bytes per token and channel, from the Triton IR")
-    print("(memory: bytes that a launch visits first; cache: bytes that it visits again; sums: part of memory)")
+    print("(memory: bytes that a launch accesses first; cache: bytes that it accesses again; sums: part of memory)")
     hidden = ("step", "failures")
     print_table([{k: v for k, v in asdict(report).items() if k not in hidden} for report in reports])
     print("\nBytes per token and channel, all kernels of a step")
-    print("(once: every tensor moved once; least: by the launches of the path; grid: rows, then columns)")
+    print("(once: if every tensor is moved once; least: for the launches of this path; grid: rows, then columns)")
     print_table(moved)
     if predictions:
         print(f"\nMODEL, not measured: microseconds at peak bandwidth or throughput, bf16, batch {B}, {T} tokens")
         print("(chunks, one pass: the two paths of a sequence; grid: rows and columns)")
-        print("(taken: the path that runs at this shape; scan: bytes of memory as above; uncached: if no cache held")
-        print("anything; least: at the least bytes; matmuls: both projections of the mixer)")
+        print("(taken: whether this path runs at this shape; scan: with the bytes of memory above; uncached: if no")
+        print("cache held anything; least: with the least bytes; matmuls: both projections of the mixer)")
         print_table(predictions)
 
 
@@ -415,7 +415,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 within all limits, 1 a limit is exceeded, 2 wrong arguments or no triton."""
+    """The exit code: 0 within all limits, 1 if a limit is exceeded, 2 for wrong arguments or without triton."""
     # triton would interpret the kernels instead of compiling them
     os.environ.pop("TRITON_INTERPRET", None)
     try:

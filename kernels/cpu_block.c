@@ -3,10 +3,11 @@
  *   x = x + out_proj(norm(scan(in_proj(conv(norm1(x))))))
  *   x = x + fc2(glu(fc1(norm2(x))))
  *
- * Everything but the scan, and the convolution where there is one, works on one token at a time: a thread takes a slice of tokens from norm1 to the scan's first
- * step, and again from its last step to the end, so that intermediate results stay in its core's cache. A slice is
- * whole chunks of one image, which are its rows where rows and columns are scanned, or several small images. The matmuls are those of the BLAS library that torch uses; if it
- * is MKL, weights are packed for it once and not for each slice. */
+ * Everything but the scan, and the convolution if there is one, works on one token at a time: a thread takes a slice of
+ * tokens from norm1 to the scan's first step, and again from its last step to the end, so that intermediate results
+ * stay in its core's cache. A slice is either a number of whole chunks of one image (its rows, if rows and columns are
+ * scanned) or several small images. The matmuls are those of the BLAS library that torch uses; if that is MKL, weights
+ * are packed once, not for each slice. */
 #include "cpu_scan.h"
 
 #include <math.h>
@@ -14,8 +15,8 @@
 #include "cpu_conv.h"
 #include "cpu_glu.h"
 
-/* the Fortran interfaces of ?gemm, ?gemm_pack and ?gemm_compute; libraries whose integers have 32 bits read the lower
- * half of these */
+/* the Fortran interfaces of ?gemm, ?gemm_pack and ?gemm_compute; libraries with 32-bit integers read the lower half of
+ * these */
 typedef void gemm_function(const char *, const char *, const int64_t *, const int64_t *, const int64_t *, const real *,
                            const real *, const int64_t *, const real *, const int64_t *, const real *, real *,
                            const int64_t *);
@@ -25,14 +26,14 @@ typedef void compute_function(const char *, const char *, const int64_t *, const
                               const real *, const int64_t *, const real *, const int64_t *, const real *, real *,
                               const int64_t *);
 
-/* the last two are null where there are none */
+/* the last two are null if the library lacks them */
 typedef struct {
     gemm_function *gemm;
     pack_function *pack;
     compute_function *compute;
 } blas;
 
-/* cpu_library.py lists the weights and their shapes, and has the compiler put in their names: *norm1_weight, ... */
+/* cpu_library.py lists the weights and their shapes, and defines BLOCK_WEIGHTS as their names: *norm1_weight, ... */
 typedef struct {
     const real BLOCK_WEIGHTS;
 } weights;
@@ -63,7 +64,7 @@ typedef struct {
     shape s;
 } block;
 
-/* what images need from their first step to their last, one image after the other: z (T, 5, D), tokens (D / BD, T),
+/* what is kept of images from the first step to the last, one image after the other: z (T, 5, D), tokens (D / BD, T),
  * normed (T, D) if there is a convolution, and, unless they are grids, decays (chunks, D), states (chunks, 2K, D) */
 typedef struct {
     real *z;
@@ -120,7 +121,8 @@ static void add_bias(real *restrict out, const real *restrict bias, int64_t n, i
         for (int64_t d = 0; d < D; d++) out[d] += bias[d];
 }
 
-/* slice k of the images from b on: how many these are, its chunks, its first row of z and of x, its number of rows */
+/* slice k of the group of images that starts at b: the number of images, the first chunk and the end of the chunks, the
+ * first row in z and in x, and the number of rows */
 typedef struct {
     int64_t images, first, end, start, at, n;
 } slice;
@@ -134,10 +136,10 @@ static slice slice_of(const block *f, int64_t b, int64_t k) {
     return (slice){images, first, end, start, b * s.T + start, images * (stop - start)};
 }
 
-/* where the states of a grid's tokens are summed: in z, whose inputs have been read by then */
+/* the states of a grid's tokens are summed in z, whose inputs have been read by then */
 static state_sums sums_in(real *z, int64_t D) { return (state_sums){z + C_RE * D, z + C_IM * D, 5 * D}; }
 
-/* what the convolution needs of its neighbours before any slice is entered */
+/* norm1 of a slice: the convolution needs that of neighbouring slices too, so it runs before any slice is entered */
 static void norm_slice(const block *f, int64_t b, int64_t k, image_buffers buffers) {
     const slice at = slice_of(f, b, k);
     const int64_t D = f->s.D;
@@ -199,7 +201,7 @@ static void leave_slice(const block *f, int64_t b, int64_t k, image_buffers buff
     multiply(f, out, normed, FC2, at.n, 1);
 }
 
-/* what lies between the chunks of an image: band i of its columns, or the states to be carried */
+/* the step between the chunks of an image, for channel block j: scan band i of its columns, or carry the states */
 static void carry_image(const block *f, int64_t i, int64_t j, image_buffers r) {
     if (f->grid)
         cross_columns(r.tokens + j * f->s.T, sums_in(r.z + j * BD, f->s.D), f->c + j, i, f->s);
@@ -232,7 +234,7 @@ static void share_images(const block *f, real *images, int64_t per_image, real *
         for (int64_t unit = 0; unit < B * slices; unit++)
             norm_slice(f, unit / slices, unit % slices, BUFFERS(unit / slices));
     }
-    /* not dynamic: a thread finds the same slices in its cache in the next loop */
+    /* static: in the last loop, a thread then finds its slices in its cache */
     #pragma omp for schedule(static)
     for (int64_t unit = 0; unit < B * slices; unit++)
         enter_slice(f, unit / slices, unit % slices, BUFFERS(unit / slices), normed);
@@ -245,10 +247,10 @@ static void share_images(const block *f, real *images, int64_t per_image, real *
     #undef BUFFERS
 }
 
-/* x and out (B, T, D), conv (side, side, D) or null. Workspace: c (D / BD), `packed` with `per_linear`, or 0, for each of
- * the linear layers, `rows` with `per_thread` for each thread, `images` with `group` times `per_image` for each thread,
- * or, if group is 0, with `per_image` for each image: threads then share the slices of each. Images have rows of `width`
- * tokens, which are the chunks, and columns are scanned too, if `grid`. */
+/* x and out (B, T, D), conv (side, side, D), not read if side is 0. Workspace: c (D / BD); `packed`, of `per_linear`
+ * elements per linear layer (0: not packed); `rows`, of `per_thread` elements per thread; `images`, of `group` times
+ * `per_image` elements per thread or, if group is 0 and threads share the slices of each image, of `per_image` elements
+ * per image. Images have rows of `width` tokens; if `grid`, these are the chunks, and columns are scanned too. */
 void block_forward(const real *x, const weights *w, const real *conv, const blas *library, channels *c, real *packed,
                    real *rows, real *images, real *out, double eps1, double eps, double eps2, int64_t B, int64_t T,
                    int64_t D, int64_t H, int64_t K, int64_t length, int64_t per_slice, int64_t group,

@@ -15,7 +15,7 @@ from .cpu_scan import channels_buffer, chunk_length
 
 # tokens that a thread takes through a block at once: with fewer, matmuls are slower; more do not stay in cache
 SLICE = 512
-# bytes of workspace that a thread keeps between blocks, at most
+# the largest workspace, in bytes, that a thread keeps between blocks
 KEPT = 2**28
 _kept = threading.local()
 GEMM = {torch.float32: "sgemm_", torch.float64: "dgemm_"}  # in the Fortran interface of BLAS
@@ -23,16 +23,16 @@ _GETTERS = {path: attrgetter(path) for path in BLOCK_WEIGHTS if path != "lower_b
 
 
 def is_faster(x: torch.Tensor) -> bool:
-    """Whether forward can run for tokens x (B, T, D) here and beats the layers one by one."""
+    """Whether forward can run for tokens x (B, T, D) here and is faster than the layers one by one."""
     B, T, D = x.shape
-    # each thread reads all weights, which for wide layers takes longer than the work on few tokens
+    # each thread reads all weights, which in wide layers takes longer than the work on a few tokens
     if D % BD or x.dtype not in GEMM or (D > 256 and torch.get_num_threads() * 64 > B * T):
         return False
     return B * T > 0 and _blas(x.dtype) is not None
 
 
 def weights_of(block: torch.nn.Module, lower_bound: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """The weights that forward takes, by their path in the block; None for those that it lacks."""
+    """The weights that forward takes, by their path in the block; None for those that the block lacks."""
     found = {path: get(block) for path, get in _GETTERS.items()}
     return {path: found.get(path, lower_bound) for path in BLOCK_WEIGHTS}
 
@@ -52,10 +52,10 @@ def forward(
     rows_and_columns: bool = False,
     conv: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The block's output for tokens x (B, T, D), from the epsilons of norm1, of the mixer's norm and of norm2.
+    """The block's output for tokens x (B, T, D); `eps` are the epsilons of norm1, of the mixer's norm and of norm2.
 
-    The mixer scans all tokens as one sequence, or the rows and the columns of their grid; `conv` (D, 1, side, side) is
-    the weight of its local convolution.
+    The mixer scans all tokens as one sequence, or the rows and columns of their grid; `conv` (D, 1, side, side) is the
+    weight of its local convolution, if it has one.
     """
     x, weights = x.contiguous(), {path: weight.contiguous() for path, weight in weights.items()}
     taps = None if conv is None else by_tap(conv, x.dtype)
@@ -76,7 +76,7 @@ def _sizes(x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> tuple[int, i
 
 
 def _workspace(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory to work in; unless it is large, this thread's next block finds it mapped and in cache."""
+    """A workspace; unless it is large, the thread keeps it, so that its next block finds it mapped and in cache."""
     workspace = getattr(_kept, "workspace", None)
     if workspace is None or workspace.dtype != dtype or workspace.numel() < size:
         workspace = torch.empty(size, dtype=dtype)
@@ -91,12 +91,12 @@ def release_memory() -> None:
 
 def _shares(B: int, T: int, threads: int) -> list[tuple[int, int, int]]:
     """How a batch is split: images, how many a thread takes at once (0 if all threads share each), slices per image."""
-    # small images go together, so that a matmul has enough rows, but no thread is left idle
+    # small images are grouped so that a matmul has enough rows, but never so that a thread is left idle
     most = max(1, SLICE // 2 // T)
     group = -(-B // (threads * -(-B // (threads * most))))
     units = -(-B // group)
     slices = -(-T // SLICE)
-    # whole images are faster, as no thread waits for others in between, but only if they divide evenly
+    # whole images are faster, as threads do not wait for each other in between, but only if they divide evenly
     if -(-units // threads) * threads <= 1.1 * units:
         return [(B, group, slices)]
     shares = [(B - B % threads, 1, slices), (B % threads, 0, -(-slices // threads) * threads)]
@@ -123,7 +123,7 @@ class _Share:
         threads, chunks = torch.get_num_threads(), -(-T // length)
         per_slice = -(-chunks // min(slices, chunks))
         rows = per_slice * length * max(group, 1)
-        # for few matmuls it is quicker to let each pack its own weight
+        # for few matmuls it is faster to let each of them pack the weight itself
         packs = images * slices >= 4 * threads * max(group, 1)
         per_linear = _packed_size(x.dtype, D, H, rows) if packs else 0
         per_thread = rows * (max(2 * D, H) + 2 * max(D, H))
@@ -157,7 +157,7 @@ class Blas(ctypes.Structure):
 
 @functools.cache
 def _blas(dtype: torch.dtype) -> Blas | None:
-    """The library's matmuls, or None where they cannot be found or do not work."""
+    """The matmuls of torch's BLAS library, or None if they cannot be found or do not work."""
     try:
         library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
         gemm = getattr(library, GEMM[dtype])

@@ -1,7 +1,7 @@
 """Compiling C files on first use, with the system's compiler, into the user's cache folder.
 
 A library is identified by its sources, its flags, the compiler and the CPU. It is written atomically, so that many
-processes may start at once, into a folder that only the user can write to, and is rebuilt if its file is broken.
+processes can start at once, into a folder that only the user can write to, and is rebuilt if its file is damaged.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ def find_or_build(sources: Sequence[Path], headers: Sequence[Path], flags: Seque
 
 
 def _build(work: Path, sources: Sequence[Path], flags: Sequence[str], compiler: list[str], runtime: str | None) -> Path:
-    """Compile and link in the folder `work`: with OpenMP and for this CPU, or without where that fails."""
+    """Compile and link in the folder `work`: with OpenMP and for this CPU if possible, else without."""
     objects = [str(work / f"{path.stem}.o") for path in sources]
     library = work / "kernels.so"
     attempts = [(["-march=native"], None), ([], None)]
@@ -53,8 +53,8 @@ def _build(work: Path, sources: Sequence[Path], flags: Sequence[str], compiler: 
     for extra, linked in attempts:
         start = [*compiler, *flags, *extra, "-c"]
         compiles = [[*start, str(path), "-o", target] for path, target in zip(sources, objects, strict=True)]
-        # by its path, so that torch's own runtime is linked and not a second one; if it lacks a part of OpenMP, that
-        # is an error here and not when the library is loaded
+        # by its path, so that torch's own runtime is linked and not a second one; if it lacks a part of OpenMP, linking
+        # fails, rather than loading later
         openmp = [linked, "-Wl,--no-undefined", "-lc"] if linked else []
         try:
             for command in [*compiles, [*compiler, "-shared", "-o", str(library), *objects, "-lm", *openmp]]:

@@ -1,7 +1,7 @@
 /* The depthwise convolution over the grid of tokens on CPUs, zero beyond the image; cpu_conv.py launches it.
  *
- * Channels are independent and lie together in memory: loops over them become vector code. Sums are taken in the order
- * of rows: results are the same to the last bit for any number of threads. */
+ * Channels are independent and adjacent in memory: loops over them become vector code. Sums are taken in the order of
+ * rows, so that results are the same to the last bit for any number of threads. */
 #include "cpu_conv.h"
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -20,7 +20,7 @@ static inline void add_products(real *restrict sum, const elem *restrict x, cons
     for (int d = 0; d < n; d++) sum[d] += load(x[d]) * weight[d];
 }
 
-/* `n` channels, BD at most, of the token at (i, j); x, weight and out from the first of the channels on */
+/* `n` channels, at most BD, of the token at (i, j); x, weight and out start at the first of these channels */
 static inline void convolve_token(elem *out, const elem *x, const real *weight, int64_t i, int64_t j, int n, window w) {
     const taps rows = taps_at(i, w.H, w.side), columns = taps_at(j, w.W, w.side);
     real sum[BD] = {0};
@@ -35,7 +35,7 @@ static inline void convolve_token(elem *out, const elem *x, const real *weight, 
 void convolve(elem *out, const elem *x, const real *weight, int64_t first, int64_t n, window w) {
     for (int64_t t = first; t < first + n; t++, out += w.D) {
         int64_t d = 0;
-        /* a number of channels that the compiler knows */
+        /* full blocks first: the compiler knows their number of channels */
         for (; d + BD <= w.D; d += BD) convolve_token(out + d, x + d, weight + d, t / w.W, t % w.W, BD, w);
         if (d < w.D) convolve_token(out + d, x + d, weight + d, t / w.W, t % w.W, (int)(w.D - d), w);
     }
@@ -50,7 +50,7 @@ void conv_forward(const elem *x, const real *weight, elem *out, int64_t B, int64
         convolve(out + row * W * D, x + row / H * H * W * D, weight, row % H * W, W, w);
 }
 
-/* what rows `first` to `end` of an image add to the gradient of the weight */
+/* what rows `first` to `end` of an image add to the gradient of the weight, for `n` channels from d on */
 static void correlate(real *partial, const elem *dout, const elem *x, int64_t first, int64_t end, int64_t d, int n,
                       window w) {
     for (int64_t tap = 0; tap < w.side * w.side; tap++) memset(partial + tap * w.D + d, 0, n * sizeof *partial);
@@ -67,7 +67,7 @@ static void correlate(real *partial, const elem *dout, const elem *x, int64_t fi
     }
 }
 
-/* dout and x (B, H, W, D), dweight (side, side, D); partial (B, units, side, side, D), units of ROWS rows, is workspace */
+/* dout and x (B, H, W, D), dweight (side, side, D); workspace: partial (B, units of ROWS rows, side, side, D) */
 void conv_backward_weight(const elem *dout, const elem *x, real *partial, real *dweight, int64_t B, int64_t H,
                           int64_t W, int64_t D, int64_t side, int64_t threads) {
     const window w = {H, W, D, side};

@@ -28,7 +28,7 @@ def backward(
 
 
 def by_tap(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A weight (D, 1, side, side) with channels last, (side, side, D), in the dtype that `dtype` is computed in."""
+    """A weight (D, 1, side, side) with channels last, (side, side, D), in the dtype that the kernels compute in."""
     real = torch.float64 if dtype == torch.float64 else torch.float32
     return weight.squeeze(1).permute(1, 2, 0).to(real).contiguous()
 

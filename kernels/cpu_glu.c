@@ -1,7 +1,7 @@
 /* The activation of the gated linear unit on CPUs, SiLU(a) * v, forward and backward; cpu_glu.py launches it.
  *
- * A row of x is [a | v], both of H channels and without the bias. A unit of work is ROWS rows, and sums are taken in the
- * order of rows: results are the same to the last bit for any number of threads. */
+ * A row of x is [a | v], both of H channels and without the bias. A unit of work is ROWS rows, and sums are taken in
+ * the order of rows, so that results are the same to the last bit for any number of threads. */
 #include "cpu_glu.h"
 
 enum { COLUMNS = 64 };

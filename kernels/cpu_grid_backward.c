@@ -1,20 +1,20 @@
 /* The HGRU scan of a grid's rows and columns on CPUs, backward; cpu_scan.h explains it, cpu_scan.py launches it.
  *
- * A line, row or column, is swept up and down once: h, and the adjoint q of r, run up it, r and the adjoint p of h down.
- * What they add to a token's gradients is linear in the lines, so that rows and columns only add to the token's tape,
- * and dx follows from it at the end. Nothing is needed from forward. */
+ * A line is a row or a column. Each is swept up once, for h and the adjoint q of r, and down once, for r and the
+ * adjoint p of h. What lines contribute to a token's gradients adds up, so rows and columns only add to the token's
+ * tape, and dx follows from it at the end. Nothing is needed from forward. */
 #include "cpu_scan.h"
 
 /* a token between the steps: its gates, g dout, and what its lines have added */
 typedef struct {
     token gates;
-    real decay[BD];         /* with its digits also where it is close to 0 */
+    real decay[BD];         /* accurate even where it is close to 0 */
     state dstate;           /* the gradient of the sum of its states */
     state turned, adjoints; /* sums over its states of exp(i theta) times the state before, and of their adjoints */
-    real slope[BD];         /* the gradient of the decay but for its part in the inputs */
+    real slope[BD];         /* the gradient of the decay, except through the input */
 } tape;
 
-/* what a sweep up leaves for the sweep down */
+/* what the sweep up leaves for the sweep down */
 typedef struct {
     state turned, q;
 } trail;
@@ -44,7 +44,7 @@ static inline void record_turned(trail *restrict to, const state *restrict h, co
     }
 }
 
-/* the adjoint of this token's r, and what the token hands on to the next one's */
+/* the adjoint of this token's r, and what it passes on to the next token's */
 static inline void record_adjoint(trail *restrict to, state *restrict handed, const tape *restrict at,
                                   const rotation *restrict turn) {
     for (int d = 0; d < BD; d++) {
@@ -58,8 +58,8 @@ static inline void record_adjoint(trail *restrict to, state *restrict handed, co
     }
 }
 
-/* add a line to a token's tape; `handed` comes with what the token above hands on to p and leaves with what this one
- * does, r is that of the token above */
+/* add a line to a token's tape; r is that of the token above; `handed` is what that one passes on to p, and becomes
+ * what this one does */
 static inline void add_line(tape *restrict at, real (*restrict dtheta)[BD], state *restrict handed,
                             const state *restrict r, const trail *restrict up, const rotation *restrict turn) {
     for (int d = 0; d < BD; d++) {
@@ -216,7 +216,7 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
 }
 
 /* dout (B, T, 2, D), dx like x, total (SUMS, D); workspace: c (D / BD), tapes (threads, or D / BD if B is 1, T), trails
- * (threads, trails_per_thread: a row's, and a band's, width or 8 times the height), partial (B, rows + bands, SUMS, D) */
+ * (threads, trails_per_thread: enough for a row and for a band), partial (B, rows + bands, SUMS, D) */
 void grid_backward(const elem *dout, const elem *x, const real *lower_bound, const real *theta, const real *bias,
                    channels *c, tape *tapes, trail *trails, real *partial, elem *dx, real *total, int64_t B, int64_t T,
                    int64_t D, int64_t fields, int64_t K, int64_t width, int64_t trails_per_thread, int64_t threads) {

@@ -1,7 +1,7 @@
 /* The HGRU scan of a grid's rows and columns on CPUs, forward; cpu_scan.h explains it, cpu_scan.py launches it.
  *
- * The four states of a token share its gates, which are opened once. Rows are scanned one by one, columns in bands, row
- * by row: a band's tokens lie together in memory, and nothing is transposed. */
+ * The four states of a token share its gates, which are computed once. Rows are scanned one by one, columns in bands,
+ * row by row: a band's tokens of a row are adjacent in memory, and nothing is transposed. */
 #include "cpu_scan.h"
 
 static inline void set_sums(real *restrict re, real *restrict im, const state *restrict h) {
@@ -85,7 +85,7 @@ typedef struct {
     shape s;
 } forward;
 
-/* the workspace of a batch row and channel block; no two that are processed at once share it */
+/* the place in the workspace of a batch row and channel block; no two that are processed at once share it */
 static inline int64_t place_of(const forward *f, int64_t j) { return (f->B == 1 ? j : thread_number()) * f->s.T; }
 
 static inline state_sums sums_of(const forward *f, int64_t j) {
@@ -115,7 +115,8 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
 }
 
 /* x (B, T, fields, D), lower_bound (D), theta (K, D), bias (fields, D), out (B, T, 2, D); workspace: c (D / BD), and
- * for each thread, or each of D / BD if B is 1, tokens (T) and sums (T, 2, BD); D is a multiple of BD, T of `width` */
+ * for each thread, or for each channel block if B is 1, tokens (T) and sums (T, 2, BD); D is a multiple of BD, T of
+ * `width` */
 void grid_forward(const elem *x, const real *lower_bound, const real *theta, const real *bias, channels *c,
                   token *tokens, real *sums, elem *out, int64_t B, int64_t T, int64_t D, int64_t fields, int64_t K,
                   int64_t width, int64_t threads) {

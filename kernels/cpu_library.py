@@ -1,4 +1,4 @@
-"""The fused CPU kernels as a library: plain C (cpu_*.c), compiled on first use, once per dtype, and called by ctypes.
+"""The fused CPU kernels as a library: plain C (cpu_*.c), compiled on first use, once per dtype, called through ctypes.
 
 The kernels share the OpenMP runtime that torch has loaded; results do not depend on the number of threads.
 """
@@ -14,7 +14,7 @@ from .cpu_build import BuildError, find_or_build
 
 # channels that are processed together: two vectors of AVX-512
 BD = 32
-# tokens per chunk, at most; states are saved between chunks, and computed again inside them in backward
+# tokens per chunk, at most; states between chunks are saved, those inside them are recomputed in backward
 CHUNK = 32
 # columns of a grid that are scanned together
 BAND = 8
@@ -23,7 +23,7 @@ ROWS = 16
 
 DTYPES = {torch.float32: "HGRN_F32", torch.float64: "HGRN_F64", torch.bfloat16: "HGRN_BF16"}
 FOLDER = Path(__file__).resolve().parent
-# the arguments of each function: so many pointers, then reals, then integers
+# how many pointers, reals and integers each function takes, in this order
 ARGUMENTS = {
     "cpu_scan_forward.c": {"scan_forward": (9, 0, 7)},
     "cpu_scan_backward.c": {"scan_backward": (12, 0, 7)},
@@ -38,8 +38,8 @@ ARGUMENTS = {
 def block_weight_shapes(D: int, H: int, K: int) -> dict[str, tuple[int, ...]]:
     """The weights of a block, by their path in it, and their shapes for D channels, H hidden ones and K directions.
 
-    The one list of them: the struct that the C kernel receives is made from it, with underscores for dots. Only the
-    lower bound is no attribute of the block but an argument of its forward.
+    This is the only list of them: the struct that the C kernel receives is made from it, with underscores for dots. All
+    are attributes of the block, except the lower bound, which is an argument of its forward.
     """
     return {
         "norm1.weight": (D,),
@@ -66,7 +66,7 @@ FLAGS = (
     "-O3",
     "-std=c11",
     "-fPIC",
-    # not -ffast-math: merely loading such a library can make the whole process flush denormals, and NaN tests vanish
+    # not -ffast-math: merely loading such a library can make the whole process flush denormals, and it drops NaN checks
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
@@ -107,10 +107,10 @@ def threads(x: torch.Tensor) -> int:
 
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
-    """The kernels for a dtype, or the reason why there are none."""
+    """The library for a dtype, or the reason why there is none."""
     if sys.platform == "win32":
         return "they are not built on Windows"
-    # there is no matmul of bf16 in the Fortran interface of BLAS
+    # the Fortran interface of BLAS has no bf16 matmul
     sources = [name for name in ARGUMENTS if dtype != torch.bfloat16 or name != "cpu_block.c"]
     try:
         flags = [*FLAGS, f"-D{DTYPES[dtype]}"]

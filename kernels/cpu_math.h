@@ -1,8 +1,8 @@
 /* Element types and the sigmoid, shared by the CPU kernels.
  *
  * A kernel is compiled once for each dtype of the activations, with -DHGRN_F32, -DHGRN_F64 or -DHGRN_BF16.
- * `elem` is what tensors hold, `real` what is computed in. The functions are scalar and branch-free, so that loops
- * over channels that call them become vector code. */
+ * `elem` is the type of tensor elements, `real` the type of computations. The functions are scalar and branch-free, so
+ * that loops over channels that call them become vector code. */
 #ifndef CPU_MATH_H
 #define CPU_MATH_H
 
@@ -10,7 +10,7 @@
 #include <string.h>
 
 #if defined(__GNUC__) && !defined(__clang__)
-/* gcc would compute what follows a clamped exponent for its limits as well, and with denormals: four times slower */
+/* otherwise gcc also computes what follows a clamped exponent for its limits, with denormals: four times slower */
 #pragma GCC optimize("no-tree-pre")
 #endif
 
@@ -73,7 +73,7 @@ static const real Q[] = {2.082653660942339e-09,  2.511214450956187e-08,  2.75575
 static const real Q[] = {1.3905036e-03f, 8.3663119e-03f, 4.1666865e-02f, 1.6666545e-01f, 0.5f};
 #endif
 
-/* exp(x) to about one unit in the last place, for x held within +-LIMIT, where neither it nor its inverse leaves the
+/* exp(x) to about one unit in the last place, for x clamped to +-LIMIT, where neither it nor its inverse leaves the
  * normal numbers: x = n ln 2 + r, and exp(r) = 1 + r + r^2 q(r) with q fitted for the least relative error.
  * Adding SHIFT rounds to the integer n and leaves it, with the exponent's bias, in the lowest bits of the sum; LN2_HI
  * is short enough for n LN2_HI to be exact. */
@@ -87,7 +87,7 @@ static inline real exponential(real x) {
     return ((q * r + 1) * r + 1) * real_of((word)((uint64_t)word_of(shifted) << MANTISSA));
 }
 
-/* sigmoid(x) and 1 - sigmoid(x), both to full relative precision: neither by a subtraction */
+/* sigmoid(x) and 1 - sigmoid(x), both to full relative precision: neither is computed by subtraction */
 typedef struct {
     real on, off;
 } gate;

@@ -1,4 +1,4 @@
-/* The HGRU scan (arXiv 2311.04823) on CPUs: what its forward and its backward share. reference.py defines the scan.
+/* The HGRU scan (arXiv 2311.04823) on CPUs: what forward and backward share. reference.py defines the scan.
  *
  * With h and r the complex states of the two directions, and x the pre-activations of c, decay and g:
  *
@@ -6,13 +6,13 @@
  *   r[t] = decay[t] exp(i theta[1]) r[t+1] + (1 - decay[t]) c[t]    last token to first
  *   out[t] = g[t] (h[t] + r[t])                                     on real and imaginary parts
  *
- * Channels are independent: a channel block of BD is processed together, and every loop over `d` becomes vector code.
- * Tokens are not, but what a chunk of them does to a state that enters it is linear: first each chunk is scanned from a
+ * Channels are independent: a block of BD channels is processed together, and every loop over `d` becomes vector code.
+ * Tokens are not, but a chunk of them acts linearly on the state that enters it: first each chunk is scanned from a
  * state of zero, then the states are carried from chunk to chunk, then each chunk is scanned from the state that enters
  * it. Threads can thus share chunks as freely as batch rows.
  *
- * Neither chunks nor the order of any sum depend on the number of threads: results are the same to the last bit for any
- * number of them. */
+ * Neither the chunks nor the order of any sum depend on the number of threads, so that results are the same to the last
+ * bit for any number of them. */
 #ifndef CPU_SCAN_H
 #define CPU_SCAN_H
 
@@ -35,15 +35,15 @@ typedef struct {
     int64_t T, D;
     int64_t fields;         /* of x: 5 with an output gate, 3 without */
     int64_t K;              /* directions */
-    int64_t length, chunks; /* tokens per chunk, CHUNK at most; the last one may have fewer */
-    int64_t bands;          /* into which the step between the chunks is divided: 1, or those of a grid's columns */
+    int64_t length, chunks; /* tokens per chunk, CHUNK at most unless it is a grid's row; the last may have fewer */
+    int64_t bands;          /* parts of the step between the chunks: the bands of a grid's columns, 1 for a sequence */
 } shape;
 
 typedef struct {
     real re[BD], im[BD];
 } state;
 
-/* exp(i theta) and what its rounding left over: an error that is the same at each token adds up over all of them */
+/* exp(i theta) and its rounding error, which is the same at each token and would add up over all of them */
 typedef struct {
     state high, low;
 } rotation;
@@ -54,7 +54,7 @@ typedef struct {
     rotation turn[2];
 } channels;
 
-/* a token's 1 - decay, which keeps its digits where the decay is close to 1, and its input (1 - decay) c */
+/* a token's 1 - decay, which stays accurate where the decay is close to 1, and its input (1 - decay) c */
 typedef struct {
     real rest[BD];
     state input;
@@ -72,8 +72,8 @@ static inline void write_state(real *restrict to, const state *restrict h, int64
     memcpy(to + D, h->im, sizeof h->im);
 }
 
-/* a channel block's parts of two tokens lie far apart, which hardware does not predict: without this, backward takes
- * twice as long */
+/* the same channel block of consecutive tokens lies far apart, which hardware does not predict: without this, backward
+ * takes twice as long */
 static inline void fetch(const elem *row, int64_t rows, int64_t D) {
     for (const elem *end = row + rows * D; row < end; row += D)
         for (int d = 0; d < BD; d += LINE) __builtin_prefetch(row + d, 0);
@@ -87,7 +87,7 @@ static inline void fetch_to_write(const elem *row, int64_t rows, int64_t D) {
 /* decay exp(i theta), rounded once */
 static inline real decayed(real rest, real high, real low) { return high + (low - rest * high); }
 
-/* h = decay exp(i theta) h + input, grouped so that only two operations wait for the token before */
+/* h = decay exp(i theta) h + input, grouped so that only two operations depend on the token before */
 static inline void advance(state *restrict h, const token *restrict at, const rotation *restrict turn) {
     for (int d = 0; d < BD; d++) {
         real re = h->re[d], im = h->im[d];
@@ -112,37 +112,38 @@ static inline void open_gates(token *restrict at, const elem *restrict x, const 
 /* c (D / BD) from lower_bound (D), theta (K, D) and bias (fields, D); to be called by all threads of a team */
 void make_channels(channels *c, const real *lower_bound, const real *theta, const real *bias, shape s);
 
-/* From the states that chunks end with when none enters them to those that enter them, in place: `states` (chunks,
- * stride) of one direction, in the order of `step`, 1 or -1. `decays` (chunks, D) are the products of the chunks'
- * decays, `sign` is that of the angle. */
+/* Replaces the states that chunks end with if they start from zero by the states that enter them: `states` (chunks,
+ * stride) of one direction, upwards or downwards as `step` is 1 or -1. `decays` (chunks, D) are the products of the
+ * chunks' decays, `sign` is the sign of the angle. */
 void carry(real *states, int64_t stride, const real *decays, const rotation *turn, int step, int sign, shape s);
 
-/* The three steps of forward for BD channels of one batch row. x and out are those of chunk i, tokens (T), decays
- * (chunks, D) and states (chunks, 2K, D) those of the batch row, all from the first of the channels on. */
+/* The three steps of forward for BD channels of one batch row. x and out are those of chunk i; tokens (T), decays
+ * (chunks, D) and states (chunks, 2K, D) are those of the batch row. All start at the first of the channels. */
 void enter_chunk(token *tokens, real *decays, real *states, const elem *x, const channels *c, int64_t i, shape s);
 void carry_states(real *states, const real *decays, const channels *c, shape s);
 void leave_chunk(elem *out, const token *tokens, const real *states, const elem *x, const channels *c, int64_t i,
                  shape s);
 
-/* The scan of a grid in three steps too: its chunks are its rows, `length` tokens each, and the step between them scans
- * its columns, BAND at a time: a band. The states of a token are summed in `re` and `im`, as far as `next` from those
- * of the next token; where x is `real`, its C_RE and C_IM can serve, which the first step reads before it writes. */
+/* The scan of a grid has three steps too: its chunks are its rows, `length` tokens each, and the step between them
+ * scans its columns, in bands of BAND. The states of a token are summed in `re` and `im`; those of the next token are
+ * `next` elements further. If x is `real`, the sums can take the place of its C_RE and C_IM, which the first step reads
+ * before it writes. */
 typedef struct {
     real *re, *im;
     int64_t next;
 } state_sums;
 
-/* of the grid's columns */
+/* number of bands of a grid's columns */
 static inline int64_t bands_of(int64_t width) { return (width + BAND - 1) / BAND; }
 
 void enter_row(token *tokens, state_sums sums, const elem *x, const channels *c, int64_t i, shape s);
 void cross_columns(const token *tokens, state_sums sums, const channels *c, int64_t band, shape s);
 void leave_row(elem *out, state_sums sums, const elem *x, const channels *c, int64_t i, shape s);
 
-/* the gradients that are summed over tokens and batch: biases by row of x, the lower bound, two angles */
+/* the gradients that are summed over tokens and batch: a bias per field of x, the lower bound, two angles */
 enum { LOWER_BOUND = 5, THETA, SUMS = THETA + 2 };
 
-/* total (SUMS, D) of `parts` (n, SUMS, D), in order; to be called by all threads of a team */
+/* total (SUMS, D) = the sum of `parts` (n, SUMS, D), in order; to be called by all threads of a team */
 void add_up(real *total, const real *parts, int64_t n, int64_t D);
 
 /* a scan in three steps: for chunk i, or band i, of batch row b and channel block j */
@@ -152,7 +153,7 @@ typedef struct {
     void (*leave)(const void *scan, int64_t b, int64_t i, int64_t j);
 } steps;
 
-/* The threads of a team share batch rows and channel blocks, and chunks and bands too if there is only one batch row. */
+/* The threads of a team share batch rows and channel blocks; if there is only one batch row, chunks and bands too. */
 void run_steps(steps of, const void *scan, int64_t B, shape s);
 
 #endif

@@ -9,19 +9,19 @@ from .cpu_library import BAND, BD, CHUNK, call, threads
 
 # gradients summed over tokens and batch: five biases, the lower bound, two angles
 SUMS = 8
-# values that backward keeps per token of a grid and channel
+# values that backward keeps per token and channel of a grid
 TAPE = 11
 
 
 def chunk_length(T: int) -> int:
-    """Tokens per chunk: the number of chunks is a multiple of four where possible, for threads to share evenly."""
+    """Tokens per chunk: if possible, there is a multiple of four chunks, which threads can share evenly."""
     return -(-T // (4 * -(-T // (4 * CHUNK))))
 
 
 def states_shape(B: int, T: int, D: int, K: int, width: int = 0) -> tuple[int, int, int, int]:
     """Shape of the states that enter each chunk of tokens: (B, chunks, [Re, Im] of each direction, channels).
 
-    None for a grid, whose lines are short enough to be scanned again in backward.
+    A grid has no chunks: its rows and columns are short enough to be scanned again in backward.
     """
     return B, 0 if width else -(-T // chunk_length(T)), 2 * K, _padded(D)
 
@@ -29,7 +29,7 @@ def states_shape(B: int, T: int, D: int, K: int, width: int = 0) -> tuple[int, i
 def forward(
     x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, width: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scan of x (B, T, 5D or 3D) as the reference defines it: out (B, T, 2D), and the states backward needs.
+    """The scan of x (B, T, 5D or 3D) as the reference defines it: out (B, T, 2D), and the states that backward needs.
 
     Tokens are one sequence, or a grid with rows of `width`.
     """

@@ -3,14 +3,14 @@
  * The adjoints p of h and q of r are scans as well, in the opposite directions and with opposite angles. */
 #include "cpu_scan.h"
 
-/* a token on the way back: its part in the sweeps, and the slopes that turn their results into dx */
+/* a token in backward: its part in the sweeps, and the slopes that turn their results into dx */
 typedef struct {
     token gates;
-    real decay[BD];                            /* with its digits also where it is close to 0 */
+    real decay[BD];                         /* accurate even where it is close to 0 */
     real slope_forget[BD], slope_bound[BD]; /* of the decay, by the forget gate's x and by the lower bound */
-    state c, slope_c;                             /* SiLU of the input, and its derivative */
-    state dstate, slope_g; /* g dout, the gradient of h + r; dout dg / dx, to be multiplied by h + r */
-    state turned, q;       /* exp(i theta[0]) h[t-1]; the adjoint of r[t], zero in causal scans */
+    state c, slope_c;                       /* SiLU of the input, and its derivative */
+    state dstate, slope_g;                  /* g dout, the gradient of h + r; dout dg / dx, to be multiplied by h + r */
+    state turned, q;                        /* exp(i theta[0]) h[t-1]; the adjoint of r[t], zero in causal scans */
 } tape;
 
 static inline void record_input(tape *restrict at, const elem *restrict x, const channels *restrict c, int64_t D) {
@@ -56,7 +56,7 @@ static inline void record_turned(tape *restrict at, const state *restrict h, con
     }
 }
 
-/* from what the token before handed on to what this one does: decay exp(-i theta) (handed + input) */
+/* from what the token before passed on to what this one does: decay exp(-i theta) (handed + input) */
 static inline void hand_on(state *restrict handed, const token *restrict at, const rotation *restrict turn) {
     for (int d = 0; d < BD; d++) {
         real re = handed->re[d] + at->input.re[d], im = handed->im[d] + at->input.im[d];
@@ -67,7 +67,7 @@ static inline void hand_on(state *restrict handed, const token *restrict at, con
     }
 }
 
-/* q[t], and what token t hands on to q */
+/* q[t], and what token t passes on to q */
 static inline void record_adjoint(tape *restrict at, state *restrict handed, const rotation *restrict turn) {
     for (int d = 0; d < BD; d++) {
         real re = handed->re[d] + at->dstate.re[d], im = handed->im[d] + at->dstate.im[d];
@@ -80,8 +80,8 @@ static inline void record_adjoint(tape *restrict at, state *restrict handed, con
     }
 }
 
-/* dx of a token but for its output gate, from the adjoints p and q of h and r, with r that of token t+1; `handed` comes
- * with what token t+1 hands on to p and leaves with what token t does; `both` receives h + r */
+/* dx of token t, except for its output gate, from the adjoints p and q of h and r; r is that of token t+1; `handed` is
+ * what token t+1 passes on to p, and becomes what token t does; `both` receives h + r */
 static inline void differentiate(elem *restrict dx, real (*restrict sums)[BD], state *restrict handed,
                                  state *restrict both, const state *restrict r, const tape *restrict at,
                                  const rotation *restrict turn, shape s) {
@@ -180,7 +180,7 @@ static inline void open_adjoint(token *restrict at, const elem *restrict dout, c
     }
 }
 
-/* what a chunk hands on to p and q if none enters it */
+/* what a chunk passes on to p and q if they enter it as zero */
 static void enter(const void *scan, int64_t b, int64_t i, int64_t j) {
     const backward *f = scan;
     const shape s = f->s;

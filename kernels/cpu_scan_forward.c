@@ -130,7 +130,7 @@ void leave_chunk(elem *out, const token *tokens, const real *states, const elem 
 void run_steps(steps of, const void *scan, int64_t B, shape s) {
     const int64_t channel_blocks = s.D / BD;
     if (B == 1) {
-        /* not dynamic: a thread finds the same chunks in its cache in the next loop */
+        /* static: in the last loop, a thread then finds its chunks in its cache */
         #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < s.chunks * channel_blocks; unit++)
             of.enter(scan, 0, unit / channel_blocks, unit % channel_blocks);
@@ -196,8 +196,7 @@ static void leave(const void *scan, int64_t b, int64_t i, int64_t j) {
 }
 
 /* x (B, T, fields, D), lower_bound (D), theta (K, D), bias (fields, D), states (B, chunks, 2K, D), out (B, T, 2, D);
- * workspace: c (D / BD), tokens (threads, or D / BD if B is 1, T), decays (B, chunks, D); D is a multiple
- * of BD */
+ * workspace: c (D / BD), tokens (threads, or D / BD if B is 1, T), decays (B, chunks, D); D is a multiple of BD */
 void scan_forward(const elem *x, const real *lower_bound, const real *theta, const real *bias, channels *c,
                   token *tokens, real *decays, real *states, elem *out, int64_t B, int64_t T, int64_t D, int64_t fields,
                   int64_t K, int64_t length, int64_t threads) {

@@ -1,7 +1,7 @@
 """The definition of the HGRU scan: one token at a time, in float64.
 
-Every backend is tested against this file, values and gradients (by autograd), so it shares no code with any of them
-and is written to be checked against the paper's equations by eye.
+The values and gradients (by autograd) of every backend are tested against this file, so it shares no code with any of
+them and is written to be checked against the paper's equations by eye.
 """
 
 import torch
@@ -22,7 +22,7 @@ def hgru_scan(
         theta: rotation per token, (K, D): K = 1 first to last token, K = 2 also last to first, states summed.
         bias: added to x first, (5D,) or (3D,).
         grid: (H, W) if the tokens are those of an image, row by row: the state of a token is then the sum of the
-            recurrences along its row and along its column, each from zero at the border.
+            recurrences along its row and along its column, each of which starts from zero at the border.
 
     Returns:
         (B, T, 2D) = [Re | Im] of the gated states, in float64.
@@ -34,7 +34,7 @@ def hgru_scan(
     c_re, c_im, f = x[..., :D], x[..., D : 2 * D], x[..., 2 * D : 3 * D]
     c = torch.complex(c_re * torch.sigmoid(c_re), c_im * torch.sigmoid(c_im))
     decay = lower_bound + (1 - lower_bound) * torch.sigmoid(f)
-    rest = (1 - lower_bound) * torch.sigmoid(-f)  # 1 - decay, whose subtraction cancels where the decay is near 1
+    rest = (1 - lower_bound) * torch.sigmoid(-f)  # 1 - decay, without cancellation where the decay is near 1
 
     tokens = torch.arange(x.shape[1])
     # the tokens of each sequence, (sequences, length): one of all tokens, or the rows and then the columns

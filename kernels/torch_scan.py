@@ -1,6 +1,6 @@
 """The HGRU scan in plain PyTorch operations, vectorized over tokens: for scripting, export, and where no kernel runs.
 
-The rotation is taken out of the recurrence first: with phi_t the angle turned up to token t, exp(-i phi_t) h_t obeys a
+The rotation is first taken out of the recurrence: with phi_t the angle turned up to token t, exp(-i phi_t) h_t obeys a
 recurrence whose decay is real, so that one real scan serves both parts, every ablation and both directions.
 Everything here is differentiable by autograd, and all but the scan of exported graphs compiles in TorchScript.
 """
@@ -12,8 +12,8 @@ from functools import reduce
 import torch
 import torch.nn.functional as F
 
-# with a symbolic number of tokens, chunks and chunks of chunks have this length, and there are at most 2**EXPORT_LEVELS
-# of the latter: 16384 tokens, 128 x 128 patches
+# with a symbolic number of tokens, a chunk has EXPORT_CHUNK tokens and a chunk of chunks as many chunks; there are at
+# most 2**EXPORT_LEVELS chunks of chunks, which makes 16384 tokens or 128 x 128 patches
 EXPORT_CHUNK = 8
 EXPORT_LEVELS = 8
 
@@ -31,7 +31,7 @@ def hgru_scan(
     if bias is not None:
         z = z + bias
     c, f, g = z.split([2 * D, D, x.shape[-1] - 3 * D], dim=-1)
-    # by sigmoid(-f): 1 - sigmoid(f) would cancel where the decay is near 1
+    # from sigmoid(-f), because 1 - sigmoid(f) cancels where the decay is near 1
     rest = (1 - lower_bound) * torch.sigmoid(-f)
     c = F.silu(c).unflatten(-1, (2, D))  # (B, T, 2, D)
     h = scan_tokens(1 - rest, rest.unsqueeze(-2) * c, theta, grid).flatten(-2)  # (B, T, 2D)
@@ -48,7 +48,7 @@ def scan_tokens(
     Args:
         decay: (B, T, D).
         x: real and imaginary parts of the input, (B, T, 2, D).
-        theta: rotation per token, (K, D), or of each token, (B, T, K, D).
+        theta: rotation per token, (K, D), or each token's own, (B, T, K, D).
         grid: (H, W), or None for one sequence of all tokens.
     """
     if grid is None:
@@ -73,7 +73,7 @@ def turned_angles(theta: torch.Tensor, T: int) -> torch.Tensor:
     """Angle turned up to each token, counted from where each direction starts, (K, 1 or B, T, D).
 
     Args:
-        theta: the turn of every step, (K, D), or of each token's own, (B, T, K, D).
+        theta: rotation per token, (K, D), or each token's own, (B, T, K, D).
         T: number of tokens.
     """
     if theta.dim() == 4:
@@ -117,13 +117,13 @@ def _rotating_scan(decay: torch.Tensor, x: torch.Tensor, angle: torch.Tensor) ->
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x (..., 2D) = [Re | Im], turned."""
+    """x (..., 2D) = [Re | Im], rotated."""
     re, im = x.chunk(2, dim=-1)
     return torch.cat([re * cos - im * sin, re * sin + im * cos], dim=-1)
 
 
 def _chunked_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """h_t = decay_t h_(t-1) + x_t over dim 1, in about 2 sqrt(T) steps: all chunks at once, then their carries."""
+    """h_t = decay_t h_(t-1) + x_t over dim 1, in about 2 sqrt(T) steps: within all chunks at once, then across them."""
     T = x.shape[1]
     C = math.ceil(math.sqrt(T))
     N = (T + C - 1) // C
@@ -142,12 +142,12 @@ def _chunked_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _pad_tokens(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Sequences (B, T, ...) with zeros after their last token."""
+    """Sequences (B, T, ...) with `count` zeros after their last token."""
     return F.pad(x, [0, 0] * (x.dim() - 2) + [0, count])
 
 
 def _local_scan(decay: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence within each chunk from zero, and the product of decays up to each token; along dim 2."""
+    """The recurrence along dim 2 within each chunk, from zero, and the product of its decays up to each token."""
     decays, xs = decay.split(1, dim=2), x.split(1, dim=2)
     states, reaches = [xs[0]], [decays[0]]
     for i in range(1, len(xs)):
@@ -159,9 +159,10 @@ def _local_scan(decay: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, tor
 def _exported_scan(decay: torch.Tensor, x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
     """complex_scan as a graph of few operators, none in float64, for a fixed or a symbolic length.
 
-    Runtimes fuse none of this: their time goes into reading and writing. So both directions share the decays, neither
-    is flipped, and angles count from the start of each chunk, which makes them constants of the graph at any length.
-    Chunks are scanned twice: for the states that leave them, then from those that enter them.
+    Runtimes fuse none of this, so most of the time goes into reading and writing. Therefore both directions share the
+    decays, neither is flipped, and angles count from the start of each chunk, which makes them constants of the graph
+    at any length. Chunks are scanned twice: from zero for the states that leave them, then from the states that enter
+    them.
     """
     B, T, _, D = x.shape
     C, N = _export_chunks(T)
@@ -186,12 +187,12 @@ def _exported_scan(decay: torch.Tensor, x: torch.Tensor, theta: torch.Tensor) ->
 
 
 def _exported_turns(decay: torch.Tensor, x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
-    """_exported_scan with a rotation of each token's own, (B, T, K, D), which is taken out of the whole sequence."""
+    """_exported_scan with each token's own rotation, (B, T, K, D), which is taken out of the whole sequence."""
     directions = []
     for k, angle in enumerate(turned_angles(theta, x.shape[1])):
         cos, sin = (angle.cos(), angle.sin()) if k == 0 else (angle.cos().flip(1), angle.sin().flip(1))
         turned = _rotate(x.flatten(2), cos, -sin).reshape(x.shape)
-        # the remaining recurrence is real: a direction without rotation
+        # the remaining recurrence is real: one direction without rotation
         still = theta.new_zeros(1, theta.shape[-1])
         if k == 1:
             h = _exported_scan(decay.flip(1), turned.flip(1), still).flip(1)
@@ -204,15 +205,15 @@ def _exported_turns(decay: torch.Tensor, x: torch.Tensor, theta: torch.Tensor) -
 def _export_chunks(T: int) -> tuple[int, int]:
     """Length and number of the chunks of an exported scan."""
     if isinstance(T, int):
-        # the fewest tokens to fill up
+        # the length that needs the least padding
         C = min(range(min(T, 6), 12), key=lambda C: (-T % C, abs(C - EXPORT_CHUNK)))
         return C, (T + C - 1) // C
-    # at least two chunks, since the exporter takes one for a constant
+    # at least two chunks, because the exporter treats a size of one as a constant
     return EXPORT_CHUNK, (T + 2 * EXPORT_CHUNK - 1) // EXPORT_CHUNK
 
 
 def _fill_chunks(x: torch.Tensor, C: int, N: int) -> torch.Tensor:
-    """Sequences (B, T, ...) with zeros at their end, in chunks (B, N, C, ...)."""
+    """Sequences (B, T, ...) padded with zeros at their end, in chunks (B, N, C, ...)."""
     if not isinstance(N, int):
         x = _first(_pad_tokens(x, 2 * C - 1), N * C)
     elif x.shape[1] < N * C:
@@ -224,7 +225,7 @@ def _first(x: torch.Tensor, count: int) -> torch.Tensor:
     """The first tokens of sequences (B, T, ...)."""
     if isinstance(count, int):
         return x[:, :count]
-    # for a slice the exporter compares the two lengths, and its program then refuses images of some sizes
+    # not a slice, for which the exporter compares the two lengths: its program would refuse images of some sizes
     return x.index_select(1, torch.arange(count, device=x.device))
 
 
@@ -233,7 +234,7 @@ def _powers(angle: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.
     if isinstance(count, int):
         angles = angle * torch.arange(count, device=angle.device).double().view(1, -1, 1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
-    # exact without float64: whole turns are dropped from a product that float32 holds, n below 2**11 by 12 bits
+    # without float64: n, below 2**11, times a fraction of 12 bits is exact in float32, so whole turns drop out of it
     turns = angle / (2 * math.pi)
     turns = turns - turns.floor()
     high = (turns * 4096).round() / 4096
@@ -247,7 +248,7 @@ def _powers(angle: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.
 def _states(
     decays: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], h: torch.Tensor | None, backward: bool
 ) -> list[torch.Tensor]:
-    """h = decay h + x, one step after the other from the first or, backward, from the last; None is a state of zero."""
+    """h = decay h + x, step by step from the first or, if backward, from the last; h None stands for zero."""
     states = []
     for decay, x in zip(decays, xs, strict=True) if not backward else zip(decays[::-1], xs[::-1], strict=True):
         h = x if h is None else x + decay * h
@@ -260,12 +261,12 @@ def _entering_states(reach: torch.Tensor, leaving: list[torch.Tensor], angle: to
 
     Args:
         reach: product of each chunk's decays, (B, N, 1, D).
-        leaving: the state after each chunk that begins with zero, (B, N, 1, 2, D) for each direction.
-        angle: turned by a chunk, (K, D).
+        leaving: the state after each chunk if it starts from zero, (B, N, 1, 2, D) for each direction.
+        angle: angle turned by a chunk, (K, D).
     """
     B, N, _, _, D = leaving[0].shape
     units = [_powers(a, N, reach.dtype) for a in angle]
-    # from here on all directions are sequences from first to last
+    # from here on both directions run from first to last
     ends, reaches = [], []
     for k, h in enumerate(leaving):
         h = h.reshape(1, B, N, 2 * D)
@@ -283,11 +284,11 @@ def _entering_states(reach: torch.Tensor, leaving: list[torch.Tensor], angle: to
 
 
 def _symbolic_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """h_t = decay_t h_(t-1) + x_t over dim 1 of a symbolic length: chunks of a fixed length, carries by doubling."""
+    """h_t = decay_t h_(t-1) + x_t over dim 1 of symbolic length: in chunks of fixed length, carried by doubling."""
     T = x.shape[1]
     C, N = _export_chunks(T)
     local, reach = _local_scan(_fill_chunks(decay, C, N), _fill_chunks(x, C, N))
-    # nothing enters the first chunk; indices before it are clamped to it and so contribute nothing
+    # nothing enters the first chunk; indices before it are clamped to it and therefore contribute nothing
     chunks = torch.arange(N, device=x.device)
     has_previous = (chunks > 0).to(x.dtype).view(-1, 1, 1, 1)
     previous = (chunks - 1).clamp(min=0)

@@ -1,14 +1,14 @@
 """Kernels of the scan with chunks of CT tokens in parallel: aggregate, carry and apply, each a launch of its own.
 
 `aggregate` finds what each chunk adds to the state and by how much it decays it, `carry` walks over the chunks, and
-`apply` redoes each chunk from the state that enters it and writes. Backward has the same three steps for the adjoints,
-whose angles are conjugated and whose directions are swapped; it reads the input and the states that enter each chunk
-again, so nothing else is saved and no intermediate reaches memory.
+`apply` scans each chunk again from the state that enters it and writes. Backward has the same three steps for the
+adjoints, with opposite angles and directions. It reads the input and the states that enter each chunk again, so nothing
+else is saved.
 
-An apply kernel needs states that run up the chunk and states that run down it. It sweeps once to keep the ones where
-each group of GT tokens begins, then holds one group at a time: unrolling all 16 tokens instead took 255 registers per
-thread in backward and 70 seconds to compile for sm_80, seven times what 8 tokens took, nearly all of it in triton's
-coalescing pass.
+An apply kernel needs states that run up the chunk and states that run down it. It sweeps once to keep those that enter
+each group of GT tokens, then holds one group at a time: unrolling all 16 tokens instead took 255 registers per thread
+in backward and 70 seconds to compile for sm_80, seven times what 8 tokens took, nearly all of it in triton's coalescing
+pass.
 """
 
 import triton
@@ -40,7 +40,7 @@ from .triton_math import (
 def forward_aggregate_kernel(
     x,  # (B, T, FIELDS D)
     lower_bound,  # (D,)
-    rotation,  # (K, 2, 4, D): a token's and a chunk's step, [cos | sin | what the rounding of each left over]
+    rotation,  # (K, 2, 4, D): of a token and of a chunk, [cos | sin | the rounding error of each]
     bias,  # (FIELDS D,) or None
     states,  # (B, chunks, 2K + 1, D): [h | r | 1 - product of decays]
     T,
@@ -68,7 +68,7 @@ def forward_aggregate_kernel(
             h = advance(h, b_rest, u, turns[0])
             b_rests = tl.fma(b_rest, 1.0 - b_rests, b_rests)
             if K == 2:
-                # the reverse state needs no sweep of its own: u reaches the chunk's first token by the decays before it
+                # the reverse state needs no sweep of its own: u reaches the chunk's first token through earlier decays
                 r = add(r, rotate(u, weight))
                 weight = rotate(weight, decayed(b_rest, turns[1]))
     store_rows(states + i_c * (2 * K + 1) * D + o_d, h + r if K == 2 else h, D, mask)
@@ -89,7 +89,10 @@ def carry_kernel(
     BD: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """The states or adjoints entering each chunk: sequential over chunks, one program per batch row and direction."""
+    """The states or adjoints that enter each chunk, one chunk after the other.
+
+    There is one program per batch row, direction and block of channels.
+    """
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     i_k = tl.program_id(0) // BLOCKS % K
     i_b = (tl.program_id(0) // (BLOCKS * K)).to(tl.int64)
@@ -102,7 +105,7 @@ def carry_kernel(
         turn = (turn[0], -turn[1], turn[2], -turn[3])
     h = zero(BD)
     for i in range(0, CHUNKS, BATCH):
-        # a store keeps later loads from being moved up, so load for several chunks first
+        # loads are not moved up past a store, so load for several chunks first
         rests, added = (), ()
         for j in tl.static_range(BATCH):
             i_n = tl.minimum(i + j, CHUNKS - 1)
@@ -134,8 +137,8 @@ def forward_apply_kernel(
 ):
     """The output of a chunk, from its first group of GT tokens to the last.
 
-    One sweep down keeps the reverse state where each group ends; then group by group a sweep down holds GT reverse
-    states in registers and a sweep up adds the forward ones, gates and writes.
+    One sweep down keeps the reverse state where each group ends; then, group by group, a sweep down holds GT reverse
+    states in registers and a sweep up adds the forward ones, applies the output gate and writes.
     """
     i_c, i_t, left, o_d = locate(T, D, CT, BD)
     mask = o_d < D
@@ -227,8 +230,8 @@ def backward_apply_kernel(
 ):
     """dx of a chunk, from the last group of GT tokens to the first, and the chunk's part of the sums.
 
-    Every token needs h and q, which run upwards, and r and p, which run downwards. One sweep up keeps h and q where
-    each group starts; then group by group a sweep down holds GT tokens in registers and a sweep up writes them.
+    Every token needs h and q, which run up, and r and p, which run down. One sweep up keeps h and q where each group
+    starts; then, group by group, a sweep down holds GT tokens in registers and a sweep up writes them.
     """
     i_c, i_t, left, o_d = locate(T, D, CT, BD)
     mask = o_d < D

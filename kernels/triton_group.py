@@ -1,6 +1,6 @@
-"""What the apply and the sequence kernels do with a group of GT tokens: hold it in registers, down it once, up it once.
+"""What the apply and sequence kernels do with a group of GT tokens: hold it in registers and sweep it down, then up.
 
-The tokens of a sequence lie STEP apart: 1 along a row, the width of the grid along a column.
+The tokens of a sequence are STEP apart: 1 along a row, the width of the grid along a column.
 """
 
 import triton
@@ -48,9 +48,9 @@ def forward_group(
 ):
     """Write a group's output from the states that enter it, h from below and r from above; returns h past the group.
 
-    Where there is `other`, it is added to the states; where there is GATE, the output gate is applied.
+    If there is an `other`, it is added to the states; with GATE, the output gate is applied.
     """
-    # a store keeps later loads from being moved up, so store when the whole group is done
+    # loads are not moved up past a store, so store when the whole group is done
     held, written = (), ()
     for t in tl.static_range(GT - 1, -1, -1):
         inside = where_inside(o_d, t, left, D)
@@ -107,14 +107,14 @@ def ascend(
 
 @triton.jit
 def differentiate(token, p, w, h, q, b_bound, turns, K: tl.constexpr, FIELDS: tl.constexpr):
-    """A token's dx and its terms of the sums [dlower_bound | dtheta | dbias], after moving h and q on to it.
+    """h and q past a token, its dx, and its terms of the sums [dlower_bound | dtheta | dbias].
 
     p is the adjoint of the token's forward state, w the next token's reverse state times e^(i theta).
     """
     forget, c, slope, dh, closed = token
     b_mu, b_nu = forget
     b_rest = (1.0 - b_bound) * b_nu
-    # dtheta is a multiple of the decay, so here it must not be 1 - rest, which has lost a small decay's digits
+    # dtheta is a multiple of the decay, which must not be computed as 1 - rest here: that is inaccurate if it is small
     b_decay = b_bound + (1.0 - b_bound) * b_mu
     v = rotate(h, turns[0])
     h = add(v, scale(b_rest, subtract(c, v)))
@@ -160,7 +160,7 @@ def backward_group(
 ):
     """Write a group's dx and add to the sums, from h and q that enter it from below and p and r from above.
 
-    Returns p and r past the group, and the sums. Where there is `other`, it is added to dx (and not to the sums).
+    Returns p and r past the group, and the sums. If there is an `other`, it is added to dx (and not to the sums).
     """
     b_range = 1.0 - b_bound
     held, written = (), ()

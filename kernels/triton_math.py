@@ -1,8 +1,8 @@
 """Pieces of the Triton kernels: complex arithmetic, gates and loads on blocks of channels.
 
 A complex number is a pair (re, im) of blocks, and what a program keeps of several tokens is a tuple of them: tuples are
-unrolled when the kernel is compiled, so that everything in them lives in registers. Fused multiply-adds are named, so
-that the interpreter rounds as the hardware does.
+unrolled when the kernel is compiled, so that everything in them lives in registers. Fused multiply-adds are explicit,
+so that the interpreter rounds as the hardware does.
 """
 
 import inspect
@@ -10,7 +10,7 @@ import inspect
 import triton
 import triton.language as tl
 
-# the reciprocal is one instruction where this triton can ask for it, a division of the full range elsewhere
+# newer versions of triton can ask for a reciprocal in one instruction; with others it is a full-range division
 APPROX = tl.constexpr("approx" in inspect.signature(tl.fdiv).parameters)
 
 
@@ -71,7 +71,7 @@ def select(condition, value, other):
 
 @triton.jit
 def pick(values, i):
-    """values[i] for an i known only at run time; registers have no addresses."""
+    """values[i] for an i known only at run time, because registers have no addresses."""
     chosen = values[0]
     for j in tl.static_range(1, len(values)):
         chosen = select(i == j, values[j], chosen)
@@ -97,7 +97,7 @@ def accumulate(sums, terms):
 
 @triton.jit
 def sigmoid(b_x):
-    """sigmoid(x) and 1 - sigmoid(x), neither by cancellation; NaN stays NaN."""
+    """sigmoid(x) and 1 - sigmoid(x), both without cancellation; NaN stays NaN."""
     # base 2 and the clamp keep both exponential and reciprocal to one instruction, with nothing lost above 2^-125
     b_x = tl.clamp(b_x, -87.0, 105.0, propagate_nan=tl.PropagateNan.ALL)
     b_power = b_x * -1.4426950408889634
@@ -126,7 +126,7 @@ def silu_pair(x):
 
 @triton.jit
 def locate(T, D: tl.constexpr, CT: tl.constexpr, BD: tl.constexpr):
-    """The program's chunk (counted over the batch), its first token, the tokens from there to the end, its channels."""
+    """The program's chunk (counted over the batch), its first token, the tokens left from there on, its channels."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     i_c = tl.program_id(0) // BLOCKS
     o_d = tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
@@ -137,7 +137,7 @@ def locate(T, D: tl.constexpr, CT: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def locate_sequence(T, STEP, D: tl.constexpr, BD: tl.constexpr):
-    """The program's sequence of T tokens, its first token, its channels; STEP sequences lie interleaved."""
+    """The program's sequence of T tokens, its first token, its channels; STEP sequences are interleaved in memory."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     i_s = tl.program_id(0) // BLOCKS
     o_d = tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
@@ -146,7 +146,7 @@ def locate_sequence(T, STEP, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def where_inside(o_d, t, left, D: tl.constexpr):
-    """Mask of the channels below D of a token that is not past the end."""
+    """Mask of the channels below D, empty for a token past the end."""
     return o_d < tl.where(t < left, D, 0)
 
 
@@ -193,7 +193,7 @@ def load_input(p_x, b_bias, b_range, D: tl.constexpr, mask):
 
 @triton.jit
 def load_dh(p_x, p_dout, b_bias, D: tl.constexpr, FIELDS: tl.constexpr, mask):
-    """The gradient of the two states' sum, and that times 1 - g (itself without an output gate)."""
+    """The gradient of the sum of the two states, and the same times 1 - g (or itself without an output gate)."""
     dh = load_pair(p_dout, None, 0, D, mask)
     closed = dh
     if FIELDS == 5:
@@ -205,7 +205,7 @@ def load_dh(p_x, p_dout, b_bias, D: tl.constexpr, FIELDS: tl.constexpr, mask):
 
 @triton.jit
 def load_token(p_x, p_dout, b_bias, D: tl.constexpr, FIELDS: tl.constexpr, mask):
-    """All that backward needs of a token: (mu, 1 - mu), c and its slope, the states' gradient and that times 1 - g."""
+    """What backward needs of a token: (mu, 1 - mu), c and its slope, the states' gradient and that times 1 - g."""
     forget = load_forget(p_x, b_bias, D, mask)
     c, slope = silu_pair(load_pair(p_x, b_bias, 0, D, mask))
     dh, closed = load_dh(p_x, p_dout, b_bias, D, FIELDS, mask)
@@ -214,7 +214,7 @@ def load_token(p_x, p_dout, b_bias, D: tl.constexpr, FIELDS: tl.constexpr, mask)
 
 @triton.jit
 def load_turns(p_rotation, K: tl.constexpr, D: tl.constexpr, mask):
-    """A token's step of each direction: cos, sin and what the rounding of each left over."""
+    """The rotation of a token in each direction: cos, sin and the rounding error of each."""
     turns = ()
     for i in tl.static_range(K):
         turns += (load_rows(p_rotation + 8 * i * D, 4, D, mask),)
@@ -236,6 +236,6 @@ def advance(h, b_rest, u, turn):
 
 @triton.jit
 def hand_back(p, b_rest, turn):
-    """decay e^(-i theta) p: what the adjoint of a state adds to that of the state it was made from."""
+    """decay e^(-i theta) p: what the adjoint of a state adds to that of the state before it."""
     b_a, b_b = decayed(b_rest, turn)
     return tl.fma(b_a, p[0], b_b * p[1]), tl.fma(b_a, p[1], -b_b * p[0])

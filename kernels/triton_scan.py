@@ -1,25 +1,26 @@
 """The HGRU scan as fused Triton kernels: complex state in registers, float32 throughout, no atomics.
 
-Two paths give the same result. In chunks (`triton_chunks`), CT tokens per program: three launches each way, aggregate,
-carry and apply, fill a GPU even with one long sequence, but read the input from memory twice. In one pass
-(`triton_sequence`), a program carries its channels through a whole sequence, and caches serve its second visit; it
-needs enough sequences to fill a GPU by themselves, see `one_pass`. Bytes per token and channel that memory serves, in
-bf16 with output gate and both directions at 256 tokens, and the least any scan must move:
+There are two paths. In chunks (`triton_chunks`), CT tokens per program: three launches each way, aggregate, carry and
+apply, fill a GPU even with one long sequence, but read the input from memory twice. In one pass (`triton_sequence`), a
+program takes its channels through a whole sequence, and caches serve its second visit; it needs enough sequences to
+fill a GPU by themselves, see `one_pass`. Bytes per token and channel that memory serves, in bf16 with output gate and
+both directions at 256 tokens, and the least that any scan must move:
 
     step      chunks  one pass  least
     forward    23.75     15.97     14
     backward   42.50     28.19     24
 
-The rows and the columns of a grid are sequences for the second path whatever their number, a launch for each: the rows'
-writes its share in float32, the columns' adds it to its own. The input is thus read twice, but for the output gate: on
-16 x 16 tokens 39.00 bytes forward and 92.00 backward, of 36 and 78 that two such launches must move.
+A grid always takes the second path, with one launch for its rows, which writes its share in float32, and one for its
+columns, which adds that share to its own. The input is thus read twice, except for the output gate in forward: on 16 x
+16 tokens, memory serves 39.00 bytes forward and 92.00 backward, where two such launches must move at least 36 and 78.
 
-Sums over tokens (bias, lower bound, theta) leave as one partial sum per program: bit-equal repeats.
+Sums over tokens (bias, lower bound, theta) are written as one partial sum per program, so that repeats are bit-equal.
 
 An error that is the same at every token adds up over all of them. So a state is multiplied by decay exp(i theta)
-rounded once, from 1 - decay, which keeps its digits where the decay is close to 1, and from exp(i theta) in two parts.
+rounded once, computed from 1 - decay, which is accurate where the decay is close to 1, and from exp(i theta) in two
+parts.
 
-Registers per thread, nothing spilled, as `aot.py` finds them (bf16, both directions, output gate):
+Registers per thread, without spills, as `aot.py` reports them (bf16, both directions, output gate):
 
     kernel              sm_80  sm_90  sm_100  gfx942  gfx90a
     forward_aggregate      64     64      64      66      70
@@ -45,23 +46,23 @@ from .triton_sequence import backward_sequence_kernel, forward_sequence_kernel
 
 CT = 16  # tokens per chunk: chunks of 8 would move twice the carries
 GT = dict(forward=4, backward=2)  # tokens held in registers at once
-KEPT = dict(forward=4, backward=4)  # tokens from one state that a pass keeps to the next
-BATCH = dict(aggregate=4, carry=8)  # tokens, chunks whose loads are in flight at once
+KEPT = dict(forward=4, backward=4)  # in one pass, the first sweep keeps a state every so many tokens
+BATCH = dict(aggregate=4, carry=8)  # tokens or chunks whose loads are in flight at once
 BD = 64  # channels per program
 ONE_PASS_TOKENS, ONE_PASS_PROGRAMS = 1024, 512
-# loads are batched by hand, so no software pipeline; fused multiply-add is named because its default changes
+# loads are batched by hand, so no software pipeline; fused multiply-add is set because its default changes
 OPTIONS = dict(num_stages=1, enable_fp_fusion=True)
 Inputs = tuple[torch.Tensor | None, ...]
 
 
 def one_pass(B: int, T: int, D: int) -> bool:
-    """Whether one program per batch row and block of channels does better than chunks in parallel.
+    """Whether one program per batch row and block of channels should do better than chunks in parallel.
 
-    A pass moves fewer bytes and in forward computes fewer gates, but only its programs are there to hide latency.
-    512 of two warps are two warps for each scheduler of an H100 and more on a smaller GPU, which is enough because the
-    gates of a group do not wait for each other. The number is fixed: a compiler asks for the shape of the states
-    without a device. Past 1,024 tokens a batch that large is many times what an L2 cache holds, and a pass has little
-    to gain.
+    A pass moves fewer bytes and in forward computes fewer gates, but it has fewer programs to hide latency with. 512
+    programs of two warps are about two warps per scheduler of an H100, and more on a smaller GPU, which should be
+    enough because the gates of a group do not wait for each other. The number is fixed, because a compiler asks for the
+    shape of the states without a device. With more than 1,024 tokens, a batch that large is many times what an L2 cache
+    holds, and a pass gains little.
     """
     return T <= ONE_PASS_TOKENS and B * ((D + BD - 1) // BD) >= ONE_PASS_PROGRAMS
 
@@ -69,13 +70,13 @@ def one_pass(B: int, T: int, D: int) -> bool:
 def states_shape(B: int, T: int, D: int, K: int, width: int = 0) -> tuple[int, int, int, int]:
     """Shape of what forward saves for backward: the states entering each chunk and 1 - the product of its decays.
 
-    None in one pass and for a grid, where backward finds its states itself.
+    There are no chunks in one pass and for a grid, where backward computes the states itself.
     """
     return B, 0 if width or one_pass(B, T, D) else (T + CT - 1) // CT, 2 * K + 1, D
 
 
 def token_and_chunk_rotation(theta: torch.Tensor) -> torch.Tensor:
-    """cos and sin of theta and of CT theta, each pair followed by what its rounding left over: (K, 2, 4, D)."""
+    """cos and sin of theta and of CT theta, each pair followed by its rounding errors: (K, 2, 4, D)."""
     steps = torch.arange(1, CT + 1, CT - 1, dtype=torch.float64, device=theta.device)
     angle = theta[:, None] * steps[:, None]  # (K, 2, D)
     exact = torch.stack((angle.cos(), angle.sin()), dim=2)
@@ -113,14 +114,14 @@ def forward_chunks(inputs: Inputs, states: torch.Tensor, out: torch.Tensor, shap
 
 
 def carry(states: torch.Tensor, ends: torch.Tensor, rotation: torch.Tensor, K: int, D: int, FIELDS: int, **constants):
-    """Replace what each chunk adds by the states or adjoints that enter it."""
+    """Replace what each chunk adds, `ends`, by the states or adjoints that enter it."""
     programs = ends.shape[0] * K * triton.cdiv(D, BD)
     shape = dict(K=K, D=D, ROWS=ends.shape[2], BATCH=BATCH["carry"], **constants)
     launch(carry_kernel, programs, 1, states, ends, rotation, **shape)
 
 
 def forward_sequences(inputs: Inputs, other: torch.Tensor | None, out: torch.Tensor, shape: dict[str, int]) -> None:
-    """out of every sequence in one pass, `other` added to the states."""
+    """out of every sequence in one pass, with `other` added to the states."""
     x, D, group = inputs[0], shape["D"], KEPT["forward"]
     sequences = x.shape[0] * x.shape[1] // shape["T"]
     ends = None
@@ -131,7 +132,7 @@ def forward_sequences(inputs: Inputs, other: torch.Tensor | None, out: torch.Ten
 
 
 def forward_grid(inputs: Inputs, width: int, out: torch.Tensor, shape: dict[str, int]) -> None:
-    """out of the scan of rows of `width` tokens and of their columns."""
+    """out of the scan of a grid with rows of `width` tokens."""
     height, gate = shape["T"] // width, shape["FIELDS"] == 5
     rows = torch.empty_like(out, dtype=torch.float32)
     forward_sequences(inputs, None, rows, shape | dict(T=width, WIDTH=1, COLUMNS=False, GATE=False))
@@ -148,7 +149,7 @@ def forward(
         lower_bound: (D,), float32.
         theta: (K, D), float32; K = 1 first to last token, K = 2 also last to first.
         bias: (5D,) or (3D,), float32, added to x first.
-        width: of the rows of a grid of tokens, whose rows and columns are scanned; 0 if they are one sequence.
+        width: tokens per row of a grid, whose rows and columns are scanned; 0 if tokens are one sequence.
     """
     x, lower_bound, bias = contiguous(x, lower_bound, bias)
     (K, D), (B, T, columns) = theta.shape, x.shape
@@ -168,7 +169,7 @@ def forward(
 
 
 def backward_chunks(inputs: Inputs, states: torch.Tensor, dx: torch.Tensor, shape: dict[str, int]) -> torch.Tensor:
-    """dx of the 1D scan, chunks in parallel, and the sums of every chunk."""
+    """dx of the 1D scan, chunks in parallel; returns the sums of every chunk."""
     B, chunks = states.shape[:2]
     D, K = shape["D"], shape["K"]
     programs = B * chunks * triton.cdiv(D, BD)
@@ -184,7 +185,7 @@ def backward_chunks(inputs: Inputs, states: torch.Tensor, dx: torch.Tensor, shap
 def backward_sequences(
     inputs: Inputs, other: torch.Tensor | None, dx: torch.Tensor, shape: dict[str, int]
 ) -> torch.Tensor:
-    """dx of every sequence in one pass, `other` added to it, and the sums of every sequence."""
+    """dx of every sequence in one pass, with `other` added to it; returns the sums of every sequence."""
     x, D, K, group = inputs[1], shape["D"], shape["K"], KEPT["backward"]
     sequences = x.shape[0] * x.shape[1] // shape["T"]
     starts = x.new_empty(sequences, triton.cdiv(shape["T"], group), 2 * K, D, dtype=torch.float32)
@@ -196,7 +197,7 @@ def backward_sequences(
 
 
 def backward_grid(inputs: Inputs, width: int, dx: torch.Tensor, shape: dict[str, int]) -> torch.Tensor:
-    """dx of the scan of rows of `width` tokens and of their columns, and the sums of every row and column."""
+    """dx of the scan of a grid with rows of `width` tokens; returns the sums of every row and column."""
     rows = torch.empty_like(dx, dtype=torch.float32)
     sums = backward_sequences(inputs, None, rows, shape | dict(T=width, WIDTH=1, COLUMNS=False))
     columns = shape | dict(T=shape["T"] // width, WIDTH=width, COLUMNS=True)
@@ -204,7 +205,7 @@ def backward_grid(inputs: Inputs, width: int, dx: torch.Tensor, shape: dict[str,
 
 
 def rows_of_sums(inputs: Inputs, shape: dict[str, int]) -> list[int]:
-    """Rows of a program's sums: dlower_bound, dtheta, dbias."""
+    """How many rows dlower_bound, dtheta and dbias have in a program's sums."""
     return [1, shape["K"], 0 if inputs[-1] is None else shape["FIELDS"]]
 
 

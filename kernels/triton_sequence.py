@@ -1,11 +1,11 @@
 """Kernels of the scan in one pass: one program per sequence and block of channels walks through all its tokens.
 
 A program sweeps its sequence once in one direction and keeps a state every few tokens, then sweeps it in the other
-direction, a group of tokens at a time, and writes. What the second sweep reads, the first has read a moment ago, and it
-begins where the first has ended: caches serve it. Sequences start from zero, so backward needs nothing from forward.
+direction, a group of tokens at a time, and writes. The second sweep starts where the first has ended and reads what
+that has just read, so caches serve it. Sequences start from zero, so backward needs nothing from forward.
 
-Sequences are the batch rows of the 1D scan, or the rows or columns of a grid, in which case the rows' kernel writes
-its share in float32 and the columns' kernel adds it to its own.
+Sequences are the batch rows of the 1D scan, or the rows or columns of a grid. In a grid, the launch for the rows writes
+its share in float32, and the launch for the columns adds that to its own.
 """
 
 import triton
@@ -27,12 +27,12 @@ from .triton_math import (
 
 @triton.jit(do_not_specialize=["T", "WIDTH"])
 def forward_sequence_kernel(
-    x,  # (sequences, T, FIELDS D), tokens of a sequence STEP apart
+    x,  # (sequences, T, FIELDS D), with the tokens of a sequence STEP apart
     lower_bound,  # (D,)
     rotation,  # (K, 2, 4, D)
     bias,  # (FIELDS D,) or None
     ends,  # (sequences, groups, 2, D), a workspace: the reverse states past each group; None if K = 1
-    other,  # like out in float32, or None: what is added to the states
+    other,  # like out, in float32: added to the states; or None
     out,  # (sequences, T, 2D)
     T,
     WIDTH,
@@ -77,13 +77,13 @@ def forward_sequence_kernel(
 
 @triton.jit(do_not_specialize=["T", "WIDTH"])
 def backward_sequence_kernel(
-    dout,  # (sequences, T, 2D), tokens of a sequence STEP apart
+    dout,  # (sequences, T, 2D), with the tokens of a sequence STEP apart
     x,  # (sequences, T, FIELDS D)
     lower_bound,  # (D,)
     rotation,  # (K, 2, 4, D)
     bias,  # (FIELDS D,) or None
     starts,  # (sequences, chunks, 2K, D), a workspace: h and q that enter each chunk of CT tokens
-    other,  # like dx in float32, or None: what is added to it
+    other,  # like dx, in float32: added to it; or None
     dx,  # (sequences, T, FIELDS D)
     sums,  # (sequences, SUMS, D): [dlower_bound | dtheta | dbias], the last only where there is a bias
     T,
@@ -125,7 +125,7 @@ def backward_sequence_kernel(
         p_dx = dx + (i_t + i * CT * STEP) * (FIELDS * D) + o_d
         p_dout = dout + (i_t + i * CT * STEP) * (2 * D) + o_d
         left = T - i * CT
-        # the first chunk starts from zero, which is not kept
+        # the first chunk starts from zero, which is not stored
         start = load_rows(p_starts + i * (2 * K * D), 2 * K, D, where_inside(o_d, 0, i, D))
         h = (start[0], start[1])
         if K == 2:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-# an output that a kernel forgets to write must not pass by luck: uninitialised memory reads as NaN
+# an output that a kernel forgets to write must not pass by luck, so uninitialised memory reads as NaN
 torch.use_deterministic_algorithms(True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 # two test processes share two cores

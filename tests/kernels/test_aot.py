@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that are not there."""
+"""The Triton kernels, compiled for GPUs without having one."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from hgrn_vision.kernels import aot
 KEPT = pytest.importorskip("hgrn_vision.kernels.triton_scan", reason="triton is not installed here").KEPT
 pytest.importorskip("triton.knobs", reason="needs triton 3.4 or newer")
 ROOT = Path(__file__).resolve().parents[2]
-# with and without gate and in one and two directions: aggregate and apply of both steps, and both steps in one pass;
-# carry and its adjoint in one and two directions; with and without gate, both steps of a grid's rows and columns
+# with and without gate, in one and two directions: aggregate and apply, forward and backward, and both in one pass;
+# carry and its adjoint, in one and two directions; with and without gate: rows and columns, forward and backward
 KERNELS = 2 * 2 * (4 + 2) + 2 * 2 + 2 * 4
 AOT = [sys.executable, "-m", "hgrn_vision.kernels.aot"]
 
@@ -25,7 +25,7 @@ def run(command, **environment):
 
 
 def test_report(tmp_path, monkeypatch, capsys):
-    """Compiled from nothing, and although the interpreter was asked for."""
+    """Compiled with an empty cache, and even if the interpreter was asked for."""
     command = [*AOT, "--target", "sm_80", "gfx942", "--dtype", "bf16", "--json"]
     result = run(command, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""The C library: what it is built from, which compiler and folder it takes, and when it is built again."""
+"""The C library: what it is built from, which compiler and folder it uses, and when it is rebuilt."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def test_it_is_built_once_for_the_same_code_flags_compiler_and_cpu(folder, tmp_p
         change()
         assert found() == found() == b"library %d" % count
     assert found(("-O3",)) == b"library 8" and len(builds) == 8
-    # a file that is not what it says is removed, and the others are kept
+    # a file that does not match its name is removed, and the others are kept
     for path in folder.iterdir():
         path.write_bytes(b"broken")
     assert found() == b"library 9" and len(list(folder.iterdir())) == 8
@@ -64,7 +64,7 @@ def test_a_folder_that_others_may_write_to_is_closed(folder):
 
 
 def test_a_cache_folder_that_is_not_absolute_does_not_count(tmp_path, monkeypatch):
-    """So says the standard for XDG_CACHE_HOME; the folder would depend on where a program is started."""
+    """As the standard for XDG_CACHE_HOME says; the folder would depend on where a program is started."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cpu_build.cache_folder() == tmp_path / ".cache" / "hgrn_vision"
@@ -99,7 +99,7 @@ def test_the_compiler_is_the_one_asked_for_or_a_usual_one(asked, there, command,
 
 
 def build(monkeypatch, tmp_path, works, runtime="libgomp.so"):
-    """The compile commands of a build in which only those work that `works` says."""
+    """The compile commands of a build in which only those succeed for which `works` is true."""
     tried = []
 
     def run(command):
@@ -135,7 +135,7 @@ def test_it_is_built_for_this_cpu_with_openmp_or_with_less(monkeypatch, tmp_path
             "-lc",
         ],
     ]
-    # a runtime that cannot be linked is left out of compiling too
+    # without a runtime that can be linked, files are compiled without OpenMP too
     tried, _ = build(monkeypatch, tmp_path, lambda command: "libgomp.so" not in command)
     assert len(tried) == 6 and not any("-fopenmp" in command or "libgomp.so" in command for command in tried[3:])
     assert all("-march=native" in command for command in tried[3:5])
@@ -143,7 +143,7 @@ def test_it_is_built_for_this_cpu_with_openmp_or_with_less(monkeypatch, tmp_path
     assert [command[2] for command in tried] == ["-march=native", "-march=native", "-c", "-c", "-o"]
     # without a runtime there is nothing to try it with
     assert len(build(monkeypatch, tmp_path, lambda command: True, runtime=None)[0]) == 3
-    # what the first attempt said tells most
+    # the message of the first attempt says most
     tried, reason = build(monkeypatch, tmp_path, lambda command: False)
     assert len(tried) == 3 and reason == "number 1 failed"
 

@@ -52,7 +52,7 @@ def test_any_strides():
 
 
 def test_reads_nothing_beyond_the_images():
-    """Between NaNs, and no image sees another."""
+    """Tokens lie between NaNs, and no image sees another."""
     x, weight, dout = (t.float() for t in make_inputs(2, (3, 5), 7, 5))
     want = cpu_conv.forward(x, weight, 5), *cpu_conv.backward(dout, x, weight, 5)
     guarded = []

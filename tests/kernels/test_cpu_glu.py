@@ -1,4 +1,4 @@
-"""The launchers of the GLU's kernels: strides and dtypes of what they are given."""
+"""The launchers of the GLU's kernels: strides and dtypes of their inputs."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ NAMES = ("out", "dx", "dbias", "dlower_bound", "dtheta")
 
 
 def make_inputs(B, T, D, K=2, rows=5, bias=True, scale=1.0):
-    """Inputs in float64 that bf16 holds exactly where it matters, so that one reference serves all dtypes."""
+    """Inputs in float64 that bf16 represents exactly where it matters, so that one reference serves all dtypes."""
     generator = torch.Generator().manual_seed(T * 1000 + D)
     x = (scale * torch.randn(B, T, rows * D, generator=generator)).bfloat16().double()
     lower_bound = torch.rand(D, generator=generator).double()
@@ -28,7 +28,7 @@ def make_inputs(B, T, D, K=2, rows=5, bias=True, scale=1.0):
 
 
 def float32_loop(x, lower_bound, theta, bias, grid=None):
-    """The reference's loop in float32: what a careful user would write, and how wrong that is."""
+    """The reference's loop in float32: what a careful user would write, to see how wrong that is."""
     x = x + bias if bias is not None else x
     c_re, c_im, f, *g = x.split(lower_bound.shape[0], dim=-1)
     c = torch.complex(F.silu(c_re), F.silu(c_im))
@@ -78,7 +78,7 @@ def error(got, want):
 
 
 def check(*inputs, grid=None):
-    # what the kernel gets in float32 is what the reference must see
+    # the reference must see what the kernel gets in float32
     inputs = [None if t is None else t.float().double() for t in inputs]
     want = by_autograd(functools.partial(reference.hgru_scan, grid=grid), *inputs)
     for name, value in by_kernel(torch.float64, *inputs, grid=grid).items():
@@ -102,7 +102,7 @@ def test_matches_reference(T, K, rows):
     check(*make_inputs(2, T, 5 if T == 1000 else BD + 5, K, rows, bias=(T + K + rows) % 2 == 0))
 
 
-# of one row, of one column, of fewer columns than are scanned together and of more, odd ones
+# with one row, one column, fewer columns than are scanned together, and more
 GRIDS = [(1, 7), (6, 1), (1, 1), (3, 5), (5, 3), (4, cpu_library.BAND), (7, 2 * cpu_library.BAND + 3), (16, 16)]
 
 
@@ -139,7 +139,7 @@ def test_large_inputs():
 
 
 def test_gates_that_forget_nearly_everything():
-    """A decay of 1e-7 counts with all its digits, and not as what is left of 1 - (1 - decay)."""
+    """A decay of 1e-7 keeps all its digits, which 1 - (1 - decay) would lose."""
     x, bias, lower_bound, theta, dout = make_inputs(2, 3, 4)
     x[..., 8:12] = -16
     check(x, None, torch.zeros_like(lower_bound), theta, dout)
@@ -170,7 +170,7 @@ def test_any_strides(D):
     got = by_kernel(torch.float32, *spread, theta.t().contiguous().t(), torch.tensor(0.5).expand_as(dout))
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
-    even = 4 * D  # of the five parts, so that there are two halves for every D
+    even = 4 * D  # four of the five parts, so that there are two halves for every D
     assert torch.equal(cpu_glu.forward(x[..., :even], None), cpu_glu.forward(spread[0][..., :even], None))
 
 
@@ -187,7 +187,7 @@ def test_empty_batch():
 
 @pytest.fixture
 def guarded_memory(monkeypatch):
-    """Puts what torch.empty makes between sentinels, and says afterwards whether they were written over."""
+    """Puts what torch.empty returns between sentinels; calling the fixture tells whether they are intact."""
     made = []
     empty = torch.empty
 
@@ -296,7 +296,7 @@ def test_nan_and_infinity_are_not_hidden():
 
 
 def run(code, **environment):
-    """Run Python code in a process of its own, with the kernels' modules imported."""
+    """Run Python code in a process of its own, with the kernel modules imported."""
     program = "import torch; from hgrn_vision.kernels import cpu_glu, cpu_library, cpu_scan\n" + code
     path = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
@@ -390,7 +390,7 @@ def test_truncated_library_is_built_again(fresh):
     assert cpu_library.unavailable() is None
     (library,) = fresh.iterdir()
     whole = library.read_bytes()
-    # a file of its own: the one that is loaded must stay whole
+    # a new file: the one that is loaded must stay intact
     library.unlink()
     library.write_bytes(whole[: len(whole) // 2])
     cpu_library._library.cache_clear()

@@ -1,4 +1,4 @@
-"""Runs triton_cases.py in processes of its own: the interpreter's setting counts when triton is imported."""
+"""Runs triton_cases.py in processes of its own: triton reads the interpreter's setting when it is imported."""
 
 import os
 import subprocess

@@ -13,19 +13,19 @@ CT = triton_scan.CT
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 NAMES = ("out", "dx", "dbias", "dlower_bound", "dtheta")
-# half a unit in the last place; the interpreter cuts float32 to bf16 instead of rounding it
+# half a unit in the last place; the interpreter truncates float32 to bf16 instead of rounding it
 ROUNDING = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8}
 
 if INTERPRETED:
     from triton.runtime.interpreter import InterpretedFunction
 
-    # a launch patches triton's language; that every call inside a kernel does so again takes nine tenths of the time
+    # a launch patches triton's language; doing so again in every call inside a kernel takes nine tenths of the time
     InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
 
 @pytest.fixture(params=["chunks", "one pass"])
 def path(request, monkeypatch):
-    """Each path of the 1D scan in turn, although a test has few programs."""
+    """Each path of the 1D scan in turn, even though a test has few programs."""
     monkeypatch.setattr(triton_scan, "ONE_PASS_PROGRAMS", 1 if request.param == "one pass" else 10**9)
     return request.param
 
@@ -71,7 +71,7 @@ def channel_errors(got, want, D):
 
 
 def check(*inputs, grid=None):
-    """No further off than 2e-6 of the largest magnitude or than the reference is in float32, beside rounding."""
+    """No further off than 2e-6 of the largest magnitude, or than the reference in float32, apart from rounding."""
     got, want, single = (run(*inputs, grid=grid) for run in (by_kernel, by_reference, by_loop))
     for name in NAMES:
         assert got[name].shape == want[name].shape, name
@@ -105,7 +105,7 @@ def test_grid_matches_reference(grid, K, fields):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_grid_in_half_precision(dtype):
-    """Rows hand their share to columns in float32: the output is rounded once."""
+    """Rows hand their share to columns in float32, so the output is rounded once."""
     check(*make_inputs(1, 15, 5, dtype=dtype), grid=(3, 5))
 
 
@@ -115,7 +115,7 @@ def test_large_grid_matches_reference():
 
 
 def test_one_pass_where_programs_fill_a_gpu():
-    """Short sequences in numbers: 512 programs of 64 channels, for which no states are saved."""
+    """Many short sequences: 512 programs of 64 channels, for which no states are saved."""
     for B, T, D, expected in [
         (512, 1024, 64, True),
         (511, 1024, 64, False),
@@ -137,7 +137,7 @@ def test_one_channel(T):
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU's exponentials are approximate, those of the loop are not")
 @pytest.mark.parametrize("T, gamma", [(CT, 0.935), (37, 0.999)])
 def test_each_channel_is_as_exact_as_the_loop(monkeypatch, path, T, gamma):
-    """Sums over tokens can cancel to any degree, so that one channel shows little: of many, the middle and the tail."""
+    """Sums over tokens can cancel to any degree, so one channel says little: check the middle and the tail of many."""
     D = 512
     monkeypatch.setattr(triton_scan, "BD", D)
     inputs = make_inputs(1, T, D, gamma=gamma)
@@ -221,7 +221,7 @@ def test_grid_stays_within_its_buffers(monkeypatch, K, fields):
 
 
 def check_buffers(monkeypatch, K, fields, grid, launches):
-    """Every tensor of every launch between NaNs: none may be read, none written over, repeats give the same bits."""
+    """Every tensor of every launch lies between NaNs: none is read or overwritten, and repeats give the same bits."""
     inputs = make_inputs(1, CT + 1 if grid is None else 14, 3, K, fields)
     want = by_kernel(*inputs, grid=grid)
     launch = triton_scan.launch
@@ -268,7 +268,7 @@ def test_operation_on_a_grid():
 
 
 def check_operation(grid):
-    """As the operation that models call: by autograd, and with what a compiler sees of it."""
+    """Checks the operation that models call: its autograd, and what a compiler sees of it."""
     x, bias, lower_bound, theta, dout = make_inputs(1, 3, 2)
     leaves = [t.requires_grad_() for t in (x, lower_bound, theta, bias)]
     out = hgru_scan(*leaves, backend="triton", grid=grid)
