@@ -21,7 +21,7 @@ def chunk_length(T: int) -> int:
 def states_shape(B: int, T: int, D: int, K: int, width: int = 0) -> tuple[int, int, int, int]:
     """Shape of the states that enter each chunk of tokens: (B, chunks, [Re, Im] of each direction, channels).
 
-    A grid has no chunks: its rows and columns are short enough to be scanned again in backward.
+    A grid saves none (0 chunks): its rows and columns are short enough to be scanned again in backward.
     """
     return B, 0 if width else -(-T // chunk_length(T)), 2 * K, _padded(D)
 

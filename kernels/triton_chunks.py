@@ -219,7 +219,7 @@ def backward_apply_kernel(
     states,  # (B, chunks, 2K + 1, D), entering each chunk
     adjoints,  # (B, chunks, 2K, D), entering each chunk
     dx,  # (B, T, FIELDS D)
-    sums,  # (B, chunks, SUMS, D): [dlower_bound | dtheta | dbias], the last only where there is a bias
+    sums,  # (B, chunks, SUMS, D): [dlower_bound | dtheta | dbias], the last only if there is a bias
     T,
     D: tl.constexpr,
     FIELDS: tl.constexpr,

@@ -70,7 +70,7 @@ def one_pass(B: int, T: int, D: int) -> bool:
 def states_shape(B: int, T: int, D: int, K: int, width: int = 0) -> tuple[int, int, int, int]:
     """Shape of what forward saves for backward: the states entering each chunk and 1 - the product of its decays.
 
-    There are no chunks in one pass and for a grid, where backward computes the states itself.
+    Nothing is saved (0 chunks) in one pass and for a grid, where backward computes the states itself.
     """
     return B, 0 if width or one_pass(B, T, D) else (T + CT - 1) // CT, 2 * K + 1, D
 

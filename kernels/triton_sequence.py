@@ -85,7 +85,7 @@ def backward_sequence_kernel(
     starts,  # (sequences, chunks, 2K, D), a workspace: h and q that enter each chunk of CT tokens
     other,  # like dx, in float32: added to it; or None
     dx,  # (sequences, T, FIELDS D)
-    sums,  # (sequences, SUMS, D): [dlower_bound | dtheta | dbias], the last only where there is a bias
+    sums,  # (sequences, SUMS, D): [dlower_bound | dtheta | dbias], the last only if there is a bias
     T,
     WIDTH,
     COLUMNS: tl.constexpr,

@@ -101,7 +101,7 @@ def _head(model: nn.Module) -> set[str]:
 
 
 def data_spec(config: TrainConfig, model: nn.Module) -> DataSpec:
-    """The pixels that the model wants, except where the settings say otherwise."""
+    """The pixels that the model expects, except where the settings say otherwise."""
     return resolve_spec(
         model,
         img_size=config.img_size,

@@ -56,14 +56,14 @@ class TrainConfig:
     img_size: int | None = recipe(None, "side of the square image; the model's own if not given")
     first_sizes: str = recipe("", "smaller image sides to start with: 56x8,70x4 is 8 epochs at 56 pixels, then 4 at 70")
     drop_path: float = recipe(0.0, "stochastic depth rate of the last block")
-    freeze: str = recipe("", "body freezes all but the head, a number that many layers, counted from the input")
+    freeze: str = recipe("", "body freezes all but the head; a number freezes that many layers from the input on")
 
     epochs: int = recipe(300, "passes over the training set")
     epoch_steps: int | None = recipe(None, "end each epoch after this many steps")
     patience: int = recipe(0, "end the run after this many epochs without a better top-1; 0 for never")
     balance: bool = recipe(False, "draw every class equally often, however many images it has")
     batch_size: int = recipe(2048, "images in an optimizer step, over all processes")
-    micro_batch: int = recipe(128, "images per forward pass, which share a random seed; must be even")
+    micro_batch: int = recipe(128, "images per forward pass, with one seed for mixup and drop path; must be even")
     seed: int = recipe(0, "seed of order, augmentation, mixup, drop path and initial weights")
 
     opt: str = recipe("adamw", "any timm optimizer name")
@@ -78,7 +78,7 @@ class TrainConfig:
     warmup_epochs: float = recipe(5.0, "epochs of linear warm-up")
     warmup_lr: float = recipe(1e-6, "learning rate at the first step of the warm-up")
     min_lr: float = recipe(1e-5, "learning rate at the end of the schedule")
-    ema: float = recipe(0.0, "decay of the averaged weights, which are then evaluated and saved; 0 keeps none")
+    ema: float = recipe(0.0, "decay of the averaged weights, which are then evaluated and exported; 0 keeps none")
 
     loss: Literal["ce", "bce"] = recipe("ce", "cross entropy, or one binary cross entropy per class")
     smoothing: float = recipe(0.1, "label smoothing")
@@ -114,7 +114,7 @@ class TrainConfig:
     distill_weight: float = recipe(1.0, "weight of the distillation loss relative to the label loss")
     distill_temperature: float = recipe(1.0, "softmax temperature of distillation by logits")
 
-    device: str = machine("auto", "cpu, cuda or another torch device; auto takes a GPU where there is one")
+    device: str = machine("auto", "cpu, cuda or another torch device; auto takes a GPU if there is one")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = machine(
         "auto", "autocast precision; auto is bf16 on CUDA devices, else fp32"
     )

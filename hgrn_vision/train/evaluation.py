@@ -29,7 +29,7 @@ class WrongSize(ValueError):
 
 
 class Confusion(NamedTuple):
-    """Which classes were taken for which; classes that never occur are left out, as 10,000 of them need 800 MB."""
+    """Which classes were taken for which; only classes that occur, because a matrix of 10,000 would take 800 MB."""
 
     classes: np.ndarray  # (n,) classes that are true or predicted at least once
     counts: np.ndarray  # (n, n) images by true class (row) and predicted class (column)

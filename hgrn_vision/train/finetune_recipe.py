@@ -13,7 +13,7 @@ from .config import even_divisor, from_mapping
 PATCHES = {16: 2, 64: 4, 128: 8}
 MAX_BAD_FRACTION = 0.25  # a few broken files are no reason to stop
 QUICK_SIDE = 112
-# for starting from the packaged weights, which were trained on photographs of these sizes; smaller images are enlarged
+# for starting from the packaged weights, whose training ended at these sizes; smaller images are enlarged
 STARTER_SIDE, STARTER_QUICK_SIDE = 112, 84
 QUICK_EPOCHS = 3
 QUICK_IMAGES = 256

@@ -1,6 +1,6 @@
 """A real browser, driven by the DevTools protocol over a pipe, and the npm packages that tests of pages need.
 
-Nothing is installed here: tests that need a browser, node or a package skip where it is missing. npm packages are
+Nothing is installed here: tests that need a browser, node or a package are skipped if it is missing. npm packages are
 looked for in $HGRN_VISION_NODE_MODULES, in node_modules of the checkout, and among npm's global ones.
 """
 
@@ -33,7 +33,7 @@ FLAGS = [
     "--use-fake-ui-for-media-stream",
     "--remote-debugging-pipe",
 ]
-# whatever is not this machine cannot be found
+# no host but this machine can be found
 NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 # the browser reads from its descriptor 3 and writes to 4
 START = """
@@ -100,9 +100,9 @@ class Browser:
         self.send("Page.enable")
 
     def _watch(self, session):
-        """Hear of the requests and errors of a page or worker, and of the workers that it starts."""
+        """Listen to the requests and errors of a page or worker, and to the workers that it starts."""
         options = {"autoAttach": True, "waitForDebuggerOnStart": True, "flatten": True}
-        # posted, not called: this happens while the answer to another call is awaited
+        # sent without waiting for an answer: this happens while the answer to another call is awaited
         self._post("Target.setAutoAttach", session, **options)
         self._post("Network.enable", session)
         self._post("Runtime.enable", session)
@@ -138,7 +138,7 @@ class Browser:
                 self._answer(parameters)
 
     def _answer(self, paused):
-        """Answer a request in the place of a host that tests do not reach."""
+        """Answer a request in place of a host that tests cannot reach."""
         body = self.answers.get(paused["request"]["url"])
         if body is None:
             self._post("Fetch.failRequest", self.session, requestId=paused["requestId"], errorReason="NameNotResolved")
@@ -149,7 +149,7 @@ class Browser:
         self._post("Fetch.fulfillRequest", self.session, **options)
 
     def call(self, method, session=None, **parameters):
-        """The result of a command of the protocol; events that come meanwhile are handled."""
+        """The result of a protocol command; events that arrive in the meantime are handled."""
         number = self._post(method, session, **parameters)
         while True:
             message = self._receive()
@@ -186,7 +186,7 @@ class Browser:
         """Wait until a JavaScript expression is true; its value."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
-            # while a page is being exchanged there is none to ask
+            # while a page is being replaced there is none to ask
             with contextlib.suppress(RuntimeError):
                 value = self.run(condition)
                 if value:

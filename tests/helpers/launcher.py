@@ -76,7 +76,7 @@ class Launcher:
     def start_ranks(
         self, count: int, *arguments, moments: dict[int, tuple[int, str, str, int]] | None = None
     ) -> list[Process]:
-        """As torchrun does, without its restarts; `moments` are by rank."""
+        """Start ranks as torchrun does, without its restarts; `moments` are by rank."""
         shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
         moments = moments or {}
@@ -96,7 +96,7 @@ class Launcher:
 
 
 def free_port() -> int:
-    """A port below those that the system gives to any connection, one of which could take it before rank 0 does."""
+    """A port below the system's ephemeral range, so that no other connection takes it before rank 0 does."""
     first = 10_000 + 97 * os.getpid() % 10_000
     for port in range(first, first + 10_000):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ def digits(**settings: Any) -> TrainConfig:
 
 
 class Setup:
-    """All that a run holds, without its files."""
+    """The parts of a run, without its files."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
