@@ -42,7 +42,10 @@ def open_photo_splits(config: TrainConfig, teacher: Teacher, progress: Progress 
     photos = open_photos(config.photos, config.pack, Path(config.cache), config.max_pixels, labelled, progress)
     kept, held_out = hold_out(photos.rows, config.holdout)
     if not len(kept):
-        raise ValueError(f"{', '.join(config.photos)}: a single photograph is too few to hold any out for validation")
+        raise ValueError(
+            f"{', '.join(config.photos)}: holding out {len(held_out)} of {len(photos.rows)} photographs for validation "
+            "leaves none to train on"
+        )
     # the labels of the training images are never used
     nothing = np.zeros(len(photos.rows), dtype=np.int64)
     train = Split("train", photos.source, class_names, nothing[: len(kept)], kept, config.max_pixels)

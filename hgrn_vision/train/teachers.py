@@ -41,7 +41,7 @@ class Teacher:
 
     @property
     def aliases(self) -> list[tuple[str, ...]]:
-        """Other names of each class, if the classes are ImageNet's: its WordNet id and all its words."""
+        """Other names of each class, if the classes are ImageNet's: its WordNet id, and words of its own."""
         return imagenet_aliases(self.num_classes) or [()] * self.num_classes
 
     @torch.no_grad()

@@ -97,9 +97,9 @@ def test_other_views_have_other_answers(other):
     [
         ({"pack": 0}, "packed photographs"),
         ({"photos": ()}, "packed photographs"),
-        ({"mixup": 0.1}, "change images each time"),
-        ({"cutmix": 0.1}, "change images each time"),
-        ({"reprob": 0.1}, "change images each time"),
+        ({"mixup": 0.1}, "change a view each time"),
+        ({"cutmix": 0.1}, "change a view each time"),
+        ({"reprob": 0.1}, "change a view each time"),
         ({"distill": "both"}, "only logits are kept, not both"),
         ({"views": -1}, "must not be negative"),
     ],

@@ -97,7 +97,7 @@ def test_a_limit_holds_for_both_things_that_are_measured(tmp_path, settings):
 
 def test_what_is_refused(tmp_path, settings):
     write_colours(tmp_path / "photos", 1)
-    with pytest.raises(ValueError, match="photos: a single photograph is too few to hold any out"):
+    with pytest.raises(ValueError, match="photos: holding out 1 of 1 photographs for validation leaves none"):
         open_photo_splits(settings(), teacher())
     with pytest.raises(ValueError, match="teacher eye does not name its classes: give --classes"):
         open_photo_splits(settings(), teacher(None))
