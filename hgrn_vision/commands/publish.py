@@ -1,4 +1,4 @@
-"""`hgrn-vision publish`: a trained model as a folder in the form of a Hub repository, for others to load with timm."""
+"""`hgrn-vision publish`: write a trained model as a Hub repository, which others can load with timm."""
 
 import argparse
 from pathlib import Path
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the folder; it gets its name when all of it is there."""
+    """Write the folder; it appears only once it is complete."""
     folder = Path(args.folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{args.folder} is {'not empty' if folder.is_dir() else 'a file'}; give a new or empty folder")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_repository(folder: Path, loaded: LoadedModel, title: str, license: str) -> None:
-    """config.json, model.safetensors and README.md."""
+    """Write config.json, model.safetensors and README.md."""
     # drop the tag of the architecture's default weights and the second list of class names
     described = {key: value for key, value in loaded.model.pretrained_cfg.items() if key not in ("tag", "label_names")}
     loaded.model.pretrained_cfg = {**described, "license": license}
@@ -75,7 +75,7 @@ def write_repository(folder: Path, loaded: LoadedModel, title: str, license: str
 
 
 def model_card(loaded: LoadedModel, title: str, license: str) -> str:
-    """README.md: timm's front matter, how to load the model, what it knows."""
+    """The text of README.md: timm's front matter, how to load the model, its classes."""
     front = {
         "tags": ["image-classification", "timm"],
         "pipeline_tag": "image-classification",
@@ -92,7 +92,7 @@ def model_card(loaded: LoadedModel, title: str, license: str) -> str:
         parameters=sum(parameter.numel() for parameter in loaded.model.parameters()) / 1e6,
         side=" x ".join(map(str, loaded.spec.input_size[1:])),
         imports="\n".join(imports),
-        # indented as code, so that no name is taken for markup
+        # indented as code, so that no name is read as markup
         names="\n".join(f"    {printable(name)}" for name in loaded.class_names),
     )
     return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n{text}"

@@ -1,4 +1,4 @@
-"""hgrn-vision publish: a folder that timm and the Hub understand, whole or not at all."""
+"""hgrn-vision publish: a folder that timm and the Hub understand, complete or not written at all."""
 
 import json
 
