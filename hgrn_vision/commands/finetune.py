@@ -41,7 +41,7 @@ SHOWN = {
     "holdout": f"share to validate on if there is no val/ [{HOLDOUT}]",
     "model": "timm model, if training from scratch [hgrn_deit_tiny]",
     "img_size": "side to resize to [that of --init, or of the images]",
-    "freeze": "body: train only the head; N: freeze the first N",
+    "freeze": "body: train only the head; N: freeze first N layers",
     "epochs": "maximum passes over the images [30 or more]",
     "patience": "epochs without improvement before stopping [10 or 20]",
     "balance": "draw every class equally often",
