@@ -138,7 +138,7 @@ class Display(Observer):
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar, and leave it on the screen."""
         if self.bar is not None:
             self.bar.close()
 

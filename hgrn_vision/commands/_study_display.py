@@ -104,6 +104,6 @@ class StudyDisplay(StudyObserver):
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar, and leave it on the screen."""
         if self.bar is not None:
             self.bar.close()

@@ -12,12 +12,13 @@ from ._console import printable
 from ._flags import MODEL_HELP
 
 EXAMPLE = "hgrn-vision publish runs/flowers flowers-hgrn --license cc-by-4.0"
+HGRN = """\
+The architecture is in the Python package `hgrn_vision`:
+it uses a gated linear recurrence instead of attention ([arXiv 2311.04823](https://arxiv.org/abs/2311.04823))."""
 CARD = """\
 # Model card for {title}
 
-{architecture} for {classes:,} classes, {parameters:.1f}M parameters. The architecture is in the Python package
-`hgrn_vision`: a gated linear recurrence takes the place of attention
-([arXiv 2311.04823](https://arxiv.org/abs/2311.04823)).
+{architecture} for {classes:,} classes, {parameters:.1f}M parameters. {origin}
 
 - **Image size:** {side}
 - **Training images:** not recorded here
@@ -82,15 +83,16 @@ def model_card(loaded: LoadedModel, title: str, license: str) -> str:
         "library_name": "timm",
         "license": license,
     }
-    imports = ["import timm", "from PIL import Image"]
+    imports, origin = ["import timm", "from PIL import Image"], "The architecture is one of timm's."
     if hasattr(loaded.model, "recurrences"):
-        imports = ["import hgrn_vision  # makes the architecture known to timm", *imports]
+        imports, origin = ["import hgrn_vision  # registers the architecture with timm", *imports], HGRN
     text = CARD.format(
         title=title,
         architecture=f"`{loaded.model.pretrained_cfg['architecture']}`",
         classes=len(loaded.class_names),
         parameters=sum(parameter.numel() for parameter in loaded.model.parameters()) / 1e6,
         side=" x ".join(map(str, loaded.spec.input_size[1:])),
+        origin=origin,
         imports="\n".join(imports),
         # indented as code, so that no name is read as markup
         names="\n".join(f"    {printable(name)}" for name in loaded.class_names),
