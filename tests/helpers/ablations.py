@@ -26,7 +26,7 @@ ablations = pytest.mark.parametrize("ablation", ABLATIONS.values(), ids=ABLATION
 
 
 def random_model(**arguments):
-    """A model none of whose parameters is what it was set to at first."""
+    """A model in which every parameter differs from its initial value."""
     model = timm.create_model("hgrn_deit_tiny", num_classes=3, **SMALL, **arguments).eval()
     with torch.no_grad():
         for parameter in model.parameters():

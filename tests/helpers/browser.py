@@ -100,7 +100,7 @@ class Browser:
         self.send("Page.enable")
 
     def _watch(self, session):
-        """Hear of the requests and errors of a page or worker, and of the workers that it starts."""
+        """Subscribe to the requests and errors of a page or worker, and to the workers that it starts."""
         options = {"autoAttach": True, "waitForDebuggerOnStart": True, "flatten": True}
         # posted, not called: this happens while the answer to another call is awaited
         self._post("Target.setAutoAttach", session, **options)
@@ -138,7 +138,7 @@ class Browser:
                 self._answer(parameters)
 
     def _answer(self, paused):
-        """Answer a request in the place of a host that tests do not reach."""
+        """Answer a request in place of a host that tests cannot reach."""
         body = self.answers.get(paused["request"]["url"])
         if body is None:
             self._post("Fetch.failRequest", self.session, requestId=paused["requestId"], errorReason="NameNotResolved")
@@ -186,7 +186,7 @@ class Browser:
         """Wait until a JavaScript expression is true; its value."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
-            # while a page is being exchanged there is none to ask
+            # while a page is being replaced there is none to ask
             with contextlib.suppress(RuntimeError):
                 value = self.run(condition)
                 if value:
