@@ -404,7 +404,7 @@ def test_what_is_said_at_the_beginning():
 def test_a_quarter_of_the_images_may_be_unreadable():
     bad = [SimpleNamespace(name="a.png", reason="empty file")] * 2
     _check_readable(SimpleNamespace(bad=bad, looked_at=8, where="here"), 0.25)
-    with pytest.raises(ValueError, match="2 of 7 images of here .* 0.25; the first is a.png: empty file"):
+    with pytest.raises(ValueError, match="2 of 7 images in here .* 0.25; the first is a.png: empty file"):
         _check_readable(SimpleNamespace(bad=bad, looked_at=7, where="here"), 0.25)
 
 
