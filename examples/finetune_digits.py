@@ -1,9 +1,9 @@
-"""Fine-tuning a demo run against training from scratch, on the digits as PNG files: both curves, and steps to 95%.
+"""Compare fine-tuning a demo run with training from scratch, on the digits as PNG files: curves, and steps to 95%.
 
-    python examples/finetune_digits.py FOLDER [--demo RUN] [flags of hgrn-vision finetune for both]
+    python examples/finetune_digits.py FOLDER [--demo RUN] [flags of hgrn-vision finetune, for both]
 
-The validation images are the ones that the demo run has never seen. FOLDER gets both runs and curves.png; without
---demo it gets a demo run first. A quarter of an hour on two cores.
+The demo run has never seen the validation images. Both runs and curves.png are written to FOLDER; without --demo, a
+demo run is trained there first. Takes a quarter of an hour on two cores.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from hgrn_vision.cli import main
 
 TARGET = 95.0
-# validation every five steps, and no early end, so that the curves can be compared
+# validation every five steps, and no early stopping, so that the curves can be compared
 STEPS = ["--epoch-steps", "5", "--epochs", "80", "--patience", "0"]
 
 
@@ -62,7 +62,7 @@ def compare() -> None:
     print()
     for name, (steps, top1) in curves.items():
         reached = next((step for step, value in zip(steps, top1, strict=True) if value >= TARGET), None)
-        print(f"{name:<18} {TARGET:g}% after {reached or f'more than {steps[-1]}'} steps, best {max(top1):.2f}%")
+        print(f"{name:<18} {TARGET:g}% after {reached or f'over {steps[-1]}'} steps, best {max(top1):.2f}%")
     print(f"curves: {args.folder / 'curves.png'}")
 
 

@@ -1,14 +1,15 @@
-"""Train a U-Net over hgrn_pyramid_tiny on your images and masks, or on scenes drawn from the packaged digits.
+"""Train a U-Net with an hgrn_pyramid_tiny encoder on your images and masks, or on scenes made of the packaged digits.
 
     python examples/segment.py IMAGES MASKS [--weights MODEL.safetensors]
     python examples/segment.py
 
-MASKS holds one file per image, of the same name but for the ending and of the same size, whose grey values or palette
-indices are the classes; 255 beside two or more others marks pixels without a label. Without folders the scenes show
-handwritten digits over clutter, and the mask is their ink: above 0.8 mean IoU after three minutes on two cores.
+MASKS holds one file per image, with the same name except for the extension and the same size. Its grey values or
+palette indices are the classes; if there are at least two others, 255 marks pixels without a label. Without folders,
+the scenes show handwritten digits over clutter, and the mask is their ink: above 0.8 mean IoU after three minutes on
+two cores.
 
-The output folder gets result.png, images beside their masks and predictions, and unet/, which
-segmentation_models_pytorch.from_pretrained reads back.
+The output folder gets result.png (images, masks and predictions side by side) and unet/, which
+segmentation_models_pytorch.from_pretrained loads.
 """
 
 import argparse
@@ -47,7 +48,7 @@ Pair = tuple[np.ndarray, np.ndarray]  # image (H, W, 3), mask (H, W), both bytes
 
 
 def draw_scene(rng: np.random.RandomState, choices: Sequence[int], side: int) -> Pair:
-    """One or two digits over clutter; the mask is 1 where there is ink of a digit, 0 elsewhere."""
+    """One or two digits over clutter; the mask is 1 where a digit has ink, 0 elsewhere."""
     coarse = rng.randint(0, 150, (3, 3, 3)).astype(np.uint8)
     image = Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
     draw = ImageDraw.Draw(image)
@@ -66,7 +67,7 @@ def draw_scene(rng: np.random.RandomState, choices: Sequence[int], side: int) ->
         index = int(choices[rng.randint(len(choices))])
         size = int(side * rng.uniform(0.45, 0.75))
         where = tuple(rng.randint(-size // 8, side - 7 * size // 8, 2).tolist())
-        # 8x8 pixels enlarged have no edges: steeper where the ink is half
+        # enlarged 8x8 pixels are blurred: raise the contrast, so that the ink has edges
         ink = digit_image(index).resize((size, size), Image.Resampling.BICUBIC)
         ink = ink.point(lambda value: min(255, max(0, 3 * value - 255)))
         image.paste(tuple(rng.randint(170, 256, 3).tolist()), where, ink)
@@ -76,27 +77,27 @@ def draw_scene(rng: np.random.RandomState, choices: Sequence[int], side: int) ->
 
 
 def scenes(split: str, count: int, side: int, seed: int) -> list[Pair]:
-    """Scenes of one split; the digits of validation scenes are in no training scene."""
+    """The scenes of one split; no digit of a validation scene appears in training."""
     digits = range(1437) if split == "train" else range(1437, 1797)
     return [draw_scene(numpy_generator(fold(seed, split == "train", i)), digits, side) for i in range(count)]
 
 
 def read_pairs(images: Path, masks: Path, side: int) -> tuple[list[Pair], int]:
-    """The images of a folder with their masks, the shorter side `side` pixels long, and the number of classes."""
+    """Images with their masks, resized so that the shorter side has `side` pixels, and the number of classes."""
     files = [_by_name(folder) for folder in (images, masks)]
     for own, other, what in ((*files, "mask"), (*files[::-1], "image")):
         alone = sorted(own.keys() - other.keys())
         if alone:
             where = masks if what == "mask" else images
-            raise ValueError(f"{len(alone)} of {len(own)} files have no {what} in {where}, such as {own[alone[0]]}")
+            raise ValueError(f"{len(alone)} of {len(own)} files have no {what} in {where}, for example {own[alone[0]]}")
     if len(files[0]) < 2:
-        raise ValueError(f"{images} has one image; training and validation need one each")
+        raise ValueError(f"{images} has one image; training and validation need at least one each")
     pairs = [_read_pair(files[0][name], files[1][name], side) for name in tqdm(sorted(files[0]), **_bar("reading"))]
     values = sorted({int(value) for _, mask in pairs for value in np.unique(mask)})
     if UNLABELLED in values and len(values) > 2:
         values.remove(UNLABELLED)
     if len(values) < 2:
-        raise ValueError(f"all masks in {masks} have the value {values[0]} everywhere: there is nothing to tell apart")
+        raise ValueError(f"all masks in {masks} have the value {values[0]} everywhere; expected at least two classes")
     table = np.full(256, UNLABELLED, np.uint8)
     table[values] = np.arange(len(values))
     return [(image, table[mask]) for image, mask in pairs], len(values)
@@ -111,7 +112,7 @@ def _by_name(folder: Path) -> dict[str, Path]:
     named = {path.stem: path for path in files}
     if len(named) < len(files):
         twice = next(path for path in files if named[path.stem] != path)
-        raise ValueError(f"{twice} and {named[twice.stem].name} have the same name but for the ending")
+        raise ValueError(f"{twice} and {named[twice.stem].name} differ only in their extension")
     return named
 
 
@@ -135,13 +136,13 @@ def _read_mask(path: Path) -> Image.Image:
         with Image.open(path) as mask:
             mask.load()
     except (OSError, SyntaxError) as error:
-        raise ValueError(f"{path}: not an image that can be read ({type(error).__name__})") from None
+        raise ValueError(f"{path}: not a readable image ({type(error).__name__})") from None
     if mask.format == "JPEG":
         raise ValueError(f"{path}: JPEG changes the values of a mask; save masks as PNG")
     if mask.mode in ("RGB", "RGBA"):
         red, green, blue = mask.convert("RGB").split()
         if red.tobytes() != green.tobytes() or red.tobytes() != blue.tobytes():
-            raise ValueError(f"{path}: a mask must have one channel with the number of the class, not colours")
+            raise ValueError(f"{path}: a mask must have one channel of class numbers, not colours")
         return red
     # a palette's indices are the classes, not its colours
     return mask if mask.mode in ("L", "P") else mask.convert("L")
@@ -162,7 +163,7 @@ def to_batch(pairs: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def predict(model: nn.Module, image: np.ndarray) -> np.ndarray:
-    """The class of every pixel of an image (H, W, 3), by a model in evaluation mode."""
+    """The predicted class of every pixel of an image (H, W, 3), from a model in evaluation mode."""
     height, width = image.shape[:2]
     batch, _ = to_batch([(image, image[..., 0])])
     with torch.inference_mode():
@@ -171,7 +172,7 @@ def predict(model: nn.Module, image: np.ndarray) -> np.ndarray:
 
 
 def intersection_over_union(model: nn.Module, pairs: Sequence[Pair], classes: int) -> np.ndarray:
-    """IoU of each class over all pixels of the pairs; NaN for a class that is neither there nor predicted."""
+    """IoU of each class over all pixels of the pairs; NaN for a class that is neither present nor predicted."""
     counts = np.zeros((classes, classes), np.int64)  # true by predicted
     model.eval()
     for image, mask in pairs:
@@ -185,7 +186,7 @@ def intersection_over_union(model: nn.Module, pairs: Sequence[Pair], classes: in
 
 @paper_style()
 def draw_result(path: Path, model: nn.Module, pairs: Sequence[Pair], classes: int) -> None:
-    """Images beside their masks and predictions, one row each."""
+    """Draw images beside their masks and predictions, one row per image."""
     model.eval()
     colours = (255 * colormaps["tab20"](np.arange(classes) % 20)[:, :3]).astype(np.uint8)
     colours[0] = 30
@@ -203,13 +204,13 @@ def draw_result(path: Path, model: nn.Module, pairs: Sequence[Pair], classes: in
 
 
 def build(classes: int, encoder: str = TINY, weights: str | None = None) -> nn.Module:
-    """smp's U-Net over a pyramid.
+    """smp's U-Net with a pyramid as its encoder.
 
     Args:
         classes: channels of the output.
         encoder: name of the model in timm's registry.
-        weights: file with the weights of a plain model of the same width; 'none' for new ones; by default those that
-            come with the package, where the encoder is Tiny.
+        weights: file with the weights of a plain model of the same width, or 'none' for untrained ones; by default
+            the packaged weights if the encoder is Tiny.
     """
     try:
         import segmentation_models_pytorch as smp
@@ -232,7 +233,7 @@ def build(classes: int, encoder: str = TINY, weights: str | None = None) -> nn.M
 
 
 def train(model: nn.Module, pairs: Sequence[Pair], validation: Sequence[Pair], classes: int, args) -> float:
-    """Train for args.steps steps and print as they go; returns the mean IoU of the validation images."""
+    """Train for args.steps steps and print the progress; returns the mean IoU of the validation images."""
     from segmentation_models_pytorch.losses import DiceLoss
 
     dice = DiceLoss("multiclass", ignore_index=UNLABELLED)
@@ -248,7 +249,7 @@ def train(model: nn.Module, pairs: Sequence[Pair], validation: Sequence[Pair], c
         rng = numpy_generator(fold(args.seed, step))
         images, masks = to_batch([args.sample(rng, pairs) for _ in range(args.batch_size)])
         logits = model(images)
-        # Dice too, which does not drown small classes in background
+        # Dice loss too, so that small classes count against a large background
         loss = F.cross_entropy(logits, masks, ignore_index=UNLABELLED) + 0.5 * dice(logits, masks)
         optimizer.zero_grad()
         loss.backward()
@@ -288,13 +289,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--weights",
         metavar="FILE",
-        help="a plain model's, for the encoder, or none (default: the packaged ones of Tiny)",
+        help="weights of a plain model for the encoder, or none (default for Tiny: the packaged ones)",
     )
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="images per step (default: %(default)s)")
-    parser.add_argument("--side", type=int, help="side of the crops (default: 256, scenes 96)")
+    parser.add_argument("--side", type=int, help="side of the crops (default: 256; 96 for scenes)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--holdout", type=float, default=0.2, help="share of the images to validate on")
+    parser.add_argument("--holdout", type=float, default=0.2, help="share to validate on (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.images and not args.masks:
@@ -325,7 +326,7 @@ def run(argv: Sequence[str] | None = None) -> float:
     seed_weights(args.seed)
     model = build(classes, args.model, args.weights)
     drawn = f"{len(pairs)} training" if pairs else "freshly drawn training"
-    print(f"U-Net over {args.model}, {classes} classes, {drawn} and {len(validation)} validation images", flush=True)
+    print(f"U-Net with {args.model}, {classes} classes, {drawn} and {len(validation)} validation images", flush=True)
     iou = train(model, pairs, validation, classes, args)
     args.output.mkdir(parents=True, exist_ok=True)
     draw_result(args.output / "result.png", model, validation[:6], classes)
@@ -335,7 +336,7 @@ def run(argv: Sequence[str] | None = None) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; bad input ends in one line and exit code 2."""
+    """Run; bad input gives one line and exit code 2."""
     try:
         run(argv)
         return 0

@@ -1,10 +1,10 @@
-"""Time and memory of segmentation against the side of the images: U-Net and DPT over HGRN beside DPT over a ViT.
+"""Time and memory of segmentation by image size: U-Net and DPT with HGRN encoders, and DPT with a ViT encoder.
 
     python examples/segment_speed.py [--sizes 224 384 512 768 1024] [--chart docs/segment-speed.png]
 
-One image at a time, inference and training (forward and backward), on the CPU with all cores; half an hour with the
-defaults. The ViT is timm's vit_tiny_patch16_224 under smp.DPT, which takes hgrn_deit_tiny_patch16_224 too: these two
-differ in the encoder alone. The U-Net is that of segment.py.
+One image at a time, inference and training (forward and backward), on all CPU cores; half an hour with the defaults.
+The ViT is timm's vit_tiny_patch16_224 in smp.DPT. hgrn_deit_tiny_patch16_224 runs in smp.DPT too, so that these two
+differ only in the encoder. The U-Net is that of segment.py.
 """
 
 import argparse
@@ -76,12 +76,12 @@ def measure(models: dict[str, nn.Module], task: str, size: int, seconds: float) 
 
 @paper_style()
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time above, memory below, one column per task."""
+    """Draw time above and memory below, one column per task."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure = Figure(figsize=(4.4 * len(tasks), 6.4), layout="constrained")
     panels = figure.subplots(2, len(tasks), squeeze=False)
     for task, column in zip(tasks, panels.T, strict=True):
-        for axes, key, label in zip(column, ("ms", "mb"), ("ms per image", "MB at the peak of a step"), strict=True):
+        for axes, key, label in zip(column, ("ms", "mb"), ("ms per image", "peak MB of a step"), strict=True):
             for name, (colour, style) in STYLES.items():
                 mine = [row for row in rows if (row["task"], row["model"]) == (task, name)]
                 axes.plot([row["size"] for row in mine], [row[key] for row in mine], style, color=colour, label=name)
@@ -101,13 +101,13 @@ def run(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=[224, 384, 512, 768, 1024], metavar="PIXELS")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument(
-        "--seconds", type=float, default=6.0, help="seconds for each size of a task, at least three runs"
+        "--seconds", type=float, default=6.0, help="seconds per task and size, at least three runs (default: 6)"
     )
     parser.add_argument("--chart", type=Path, default=Path("docs/segment-speed.png"), metavar="PNG")
     args = parser.parse_args(argv)
     # batch norm needs more than one position on the coarsest map
     if min(args.sizes) < 64 or any(size % 32 for size in args.sizes):
-        raise ValueError(f"--sizes must be multiples of 32, from 64 on, got {' '.join(map(str, args.sizes))}")
+        raise ValueError(f"--sizes must be multiples of 32, at least 64, got {' '.join(map(str, args.sizes))}")
     if not args.chart.parent.is_dir():
         raise ValueError(f"--chart: no such folder: {args.chart.parent}")
     keep_freed_memory()
@@ -127,7 +127,7 @@ def run(argv: Sequence[str] | None = None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; bad input ends in one line and exit code 2."""
+    """Run; bad input gives one line and exit code 2."""
     try:
         run(argv)
         return 0

@@ -1,8 +1,8 @@
 """Which implementation runs: Triton kernels on GPUs, C kernels on CPUs, plain PyTorch operations elsewhere.
 
-A backend is a row of TABLE: the devices and dtypes it takes, and a module for each operation that it has kernels for.
-Such a module has the functions of its operation's protocol in OPERATIONS, which take and return plain tensors: shapes,
-dtypes and devices are checked before. An operation without a module runs as plain PyTorch operations.
+A backend is a row of TABLE: the devices and dtypes it supports, and a module for each operation it has kernels for.
+Such a module implements its operation's protocol in OPERATIONS. Its functions take and return plain tensors whose
+shapes, dtypes and devices have already been checked. An operation without a module runs as plain PyTorch operations.
 """
 
 import importlib
@@ -24,11 +24,11 @@ Tensor = torch.Tensor
 
 
 class ScanKernels(Protocol):
-    """The scan that kernels/reference.py defines, on one sequence (width 0) or on rows of `width` tokens."""
+    """The scan defined in kernels/reference.py, over one sequence (width 0) or a grid with rows of `width` tokens."""
 
     @staticmethod
     def states_shape(B: int, T: int, D: int, K: int, width: int = 0) -> tuple[int, ...]:
-        """Shape of the states that forward saves for backward."""
+        """The shape of the states that forward saves for backward."""
 
     @staticmethod
     def forward(
@@ -72,15 +72,15 @@ class BlockKernels(Protocol):
 
     @staticmethod
     def is_faster(x: Tensor) -> bool:
-        """Whether forward can run for tokens x (B, T, D) here and beats the layers one by one."""
+        """Whether forward can run here for tokens x (B, T, D) and is faster than the separate layers."""
 
     @staticmethod
     def weights_of(block: torch.nn.Module, lower_bound: Tensor) -> dict[str, Tensor | None]:
-        """The weights that forward takes, by their path in the block; None for those that it lacks."""
+        """The weights that forward takes, by their path in the block; None for those that the block lacks."""
 
     @staticmethod
     def fits(x: Tensor, weights: Mapping[str, Tensor]) -> bool:
-        """Whether the weights have the dtype and the shapes that tokens x need."""
+        """Whether the weights have the dtype and shapes that tokens x require."""
 
     @staticmethod
     def forward(
@@ -91,7 +91,7 @@ class BlockKernels(Protocol):
         rows_and_columns: bool = False,
         conv: Tensor | None = None,
     ) -> Tensor:
-        """The block's output, from the epsilons of norm1, of the mixer's norm and of norm2."""
+        """The block's output; `eps` holds the epsilons of norm1, the mixer's norm and norm2."""
 
 
 OPERATIONS = {"scan": ScanKernels, "glu": GluKernels, "conv": ConvKernels, "block": BlockKernels}
@@ -99,7 +99,7 @@ OPERATIONS = {"scan": ScanKernels, "glu": GluKernels, "conv": ConvKernels, "bloc
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend takes, and its modules in kernels/ by operation."""
+    """The devices and dtypes a backend supports, and its module in kernels/ for each operation."""
 
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -122,9 +122,10 @@ _chosen: str | None = None
 
 
 class set_backend:
-    """Choose the backend for what follows, or inside a `with`: 'auto', 'triton', 'cpu' or 'torch'.
+    """Choose the backend from here on, or inside a `with` block: 'auto', 'triton', 'cpu' or 'torch'.
 
-    A backend requested by name raises where it cannot run; 'auto' takes the fastest that can.
+    A backend requested by name raises an error where it cannot run. 'auto' picks the device's kernels if they can run,
+    otherwise plain PyTorch.
     """
 
     def __init__(self, name: str):
@@ -142,7 +143,7 @@ class set_backend:
 
 
 def get_backend() -> str:
-    """What set_backend chose, else what the environment variable HGRN_VISION_BACKEND says, else 'auto'."""
+    """The backend from set_backend, else from the environment variable HGRN_VISION_BACKEND, else 'auto'."""
     if _chosen is not None:
         return _chosen
     name = os.environ.get(ENVIRONMENT) or "auto"
@@ -156,7 +157,7 @@ def _check_name(name: str, where: str) -> None:
 
 
 def has_kernels(backend: str, operation: str) -> bool:
-    """Whether a backend has kernels of its own for an operation."""
+    """Whether a backend has its own kernels for an operation."""
     return operation in TABLE[backend].modules
 
 
@@ -198,7 +199,7 @@ def _interpreted() -> bool:
 
 @lru_cache
 def choose(device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that 'auto' takes for such tensors; logs the choice once."""
+    """The backend that 'auto' picks for such tensors; logs the choice once."""
     backend = {"cuda": "triton", "cpu": "cpu"}.get(device.type, "torch")
     reason = _unfit(backend, device, dtype)
     if reason:
@@ -209,7 +210,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def backend_for(x: torch.Tensor, name: str | None) -> str:
-    """The backend to run for x: `name` if given, else the one that was set, else what 'auto' takes."""
+    """The backend to use for x: `name` if given, else the one that was set, else what 'auto' picks."""
     name = get_backend() if name is None else name
     # a scripted, traced or exported model must consist of plain operations
     if name == "auto" and (is_scriptable() or is_exportable() or torch.jit.is_tracing()):
@@ -219,13 +220,13 @@ def backend_for(x: torch.Tensor, name: str | None) -> str:
 
 @torch.compiler.assume_constant_result
 def _checked(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend of that name, which must be able to take such tensors."""
+    """The backend of that name; an error if it cannot take such tensors."""
     if name == "auto":
         return choose(device, dtype)
     _check_name(name, "hgru_scan")
     reason = _unfit(name, device, dtype)
     if reason:
-        raise RuntimeError(f"backend {name!r} was requested but cannot run: {reason}; 'auto' takes one that can")
+        raise RuntimeError(f"backend {name!r} was requested but cannot run: {reason}; 'auto' picks one that can")
     return name
 
 

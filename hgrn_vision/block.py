@@ -1,4 +1,4 @@
-"""The residual block: layer by layer, or as one kernel where that makes no visible difference."""
+"""The residual block, run layer by layer or, where that gives the same result, as one kernel."""
 
 import torch
 from timm.layers import DropPath, register_notrace_module
@@ -9,7 +9,7 @@ from .backend import backend_for, has_kernels, kernels, needs_dispatcher
 from .layers import DeferredBiasLinear, Glu, Hgru, LocalConv, ResidualLinear
 
 
-# symbolic tracing takes a block as one step, so that a traced model computes exactly what the model does
+# symbolic tracing treats a block as one step, so that a traced model computes exactly what the model does
 @register_notrace_module
 class Block(nn.Module):
     """Pre-norm residual block: mix tokens, then mix channels."""
@@ -69,7 +69,7 @@ class Block(nn.Module):
         return kernel.forward(x, weights, eps, grid, rows_and_columns, conv)
 
     def is_plain(self) -> bool:
-        """Whether every layer is as it was built, without hooks and without a replaced forward."""
+        """Whether the block has the standard layers, without hooks or replaced forward methods."""
         mixer, mlp = self.mixer, self.mlp
         if mixer.local_conv is not None and type(mixer.local_conv) is not LocalConv:
             return False

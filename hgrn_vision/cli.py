@@ -9,30 +9,30 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 # a command is a module of commands/ with EXAMPLE, add_arguments(parser) and run(args) -> exit code;
-# only the module of the requested command is imported, so that --help answers at once
+# only the module of the requested command is imported, so that --help is quick
 COMMANDS = {
     "train": "train a model, or continue a run",
-    "finetune": "a classifier from a folder of your images",
-    "distill": "a small model that learns from photographs without labels, taught by a good one",
-    "compare": "models or settings side by side: seeds, error bars, a report",
-    "predict": "class names and probabilities for images",
-    "evaluate": "accuracy of a model on labelled images, class by class",
-    "bench": "speed and memory compared with other timm models",
-    "explain": "forget gates, token mixing and evidence, drawn for a model and images",
-    "export": "a file that runs without this package: ONNX, pt2 or TorchScript; or a web page",
-    "publish": "a folder in the form of a Hub repository, to share a trained model",
-    "models": "the models of this package, their size and cost",
+    "finetune": "train a classifier on a folder of your own images",
+    "distill": "train a small model on photographs without labels, taught by a good one",
+    "compare": "compare models or settings over several seeds, with error bars and a report",
+    "predict": "classify images: class names and probabilities",
+    "evaluate": "measure a model's accuracy on labelled images, class by class",
+    "bench": "measure speed and memory next to other timm models",
+    "explain": "draw a model's forget gates, token mixing and evidence for images",
+    "export": "write a file that runs without this package (ONNX, pt2, TorchScript), or a web page",
+    "publish": "write a trained model as a Hub repository, to share it",
+    "models": "list the models of this package with their size and cost",
     "digits": "write the packaged digits as PNG files, to try the other commands on",
     "pathfinder": "draw the Pathfinder task: are two dots joined by a dashed curve?",
-    "doctor": "check this machine: versions, devices, backends, space",
+    "doctor": "check this machine: versions, devices, backends, disk and memory",
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage before it."""
+    """A parser whose errors are one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; {self.prog} --help says more\n")
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def build_parser(command: str | None) -> Parser:
@@ -58,17 +58,17 @@ def build_parser(command: str | None) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; bad input ends in one line on standard error and exit code 2."""
+    """Run one command; bad input gives one line on standard error and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = argv[0] if argv and argv[0] in COMMANDS else None
     args = build_parser(command).parse_args(argv)
     try:
         code = args.run(args)
-        # flushed here rather than at exit, so that a closed pipe is noticed here
+        # flush here rather than at exit, so that a closed pipe raises inside this try
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # discard what is still buffered, which would raise again at exit
+        # discard what is still buffered: flushing it at exit would raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, ImportError) as error:

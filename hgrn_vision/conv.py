@@ -1,4 +1,4 @@
-"""local_conv: a depthwise convolution over the grid of tokens as one operation on tokens."""
+"""local_conv: a depthwise convolution over the token grid, as one operation."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from .backend import backend_for, has_kernels, kernels, needs_dispatcher
 def local_conv(
     x: torch.Tensor, weight: torch.Tensor, grid: tuple[int, int], backend: str | None = None
 ) -> torch.Tensor:
-    """Each token with its neighbours, each channel by itself, zero beyond the image.
+    """Convolve each channel over neighbouring tokens, with zeros beyond the edge of the image.
 
     Args:
         x: tokens (B, H W, D), row by row.

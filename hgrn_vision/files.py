@@ -1,4 +1,4 @@
-"""Writing files and folders whole: half of one is never found under its name, whatever happens in between."""
+"""Atomic writes: a file or folder appears under its name only once it is complete, whatever happens in between."""
 
 import contextlib
 import os
@@ -9,17 +9,18 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """A path beside `path` to write to; what was written there gets its name when the `with` block ends without error.
+    """A temporary path beside `path` to write to; it is renamed to `path` when the `with` block ends without error.
 
-    The file is on the disk before it gets its name, and has the permissions that the user's umask says, whoever wrote
-    it. After an error nothing is left, and what had the name before keeps it. Missing folders are made.
+    The file is synced to disk before it is renamed, and gets the permissions of the user's umask no matter how it was
+    written. After an error nothing is left behind, and an earlier file at `path` is untouched. Missing parent folders
+    are created.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        # a new file shows what the umask is; asking for the umask would change it for a moment, for all threads
+        # a new file shows the umask; os.umask() can only read it by changing it, for all threads
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
         yield temporary
@@ -33,9 +34,10 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """A new folder beside `path` to write to, which gets its name when the `with` block ends without error.
+    """A temporary folder beside `path` to write to; it is renamed to `path` when the `with` block ends without error.
 
-    `path` must not exist yet, or be an empty folder. After an error nothing is left. Missing folders are made.
+    `path` must not exist, or must be an empty folder. After an error nothing is left behind. Missing parent folders are
+    created.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -48,13 +50,13 @@ def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike, text: str, errors: str = "strict") -> None:
-    """Write a file of UTF-8 whole; `errors` as for str.encode."""
+    """Write a UTF-8 file atomically; `errors` as for str.encode."""
     with whole_file(path) as temporary:
         temporary.write_bytes(text.encode("utf-8", errors))
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or a folder's entries, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""glu: the activation of the channel mixer as one operation, which reads its input from memory once."""
+"""glu: the activation of the channel mixer, as one operation that reads its input from memory once."""
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ def glu(x: torch.Tensor, bias: torch.Tensor | None, backend: str | None = None) 
         got = None if bias is None else tuple(bias.shape)
         raise ValueError(f"glu: x must be (..., 2H) with a bias (2H,), got {tuple(x.shape)} with a bias {got}")
     backend = backend_for(x, backend)
-    # on GPUs there is no kernel: a compiler fuses the plain operations
+    # there is no kernel for GPUs: torch.compile fuses the plain operations
     if bias is None or not has_kernels(backend, "glu"):
         return _plain(x, bias)
     return _glu(x, bias, backend) if needs_dispatcher(x, bias) else kernels(backend, "glu").forward(x, bias)

@@ -1,8 +1,8 @@
 """HGRN vision models: DeiT-shaped networks with the HGRU token mixer instead of attention.
 
 Paper: Hierarchically Gated Recurrent Neural Network for Sequence Modeling, NeurIPS 2023, arXiv 2311.04823.
-Images are cut into patches; there is no position embedding and no class token, since the rotation of the recurrence
-carries relative position. The order is patches, blocks, mean over tokens, RMS norm, linear head.
+Images are cut into patches. There is no position embedding, since the rotation of the recurrence carries relative
+position, and no class token. The order is patches, blocks, mean over tokens, RMS norm, linear head.
 """
 
 from collections.abc import Iterator
@@ -50,38 +50,38 @@ POOLS = ("", "avg", "max", "avgmax")
 class HgrnDeit(nn.Module):
     """DeiT with HGRU token mixers.
 
-    Images whose sides are not multiples of the patch are padded with zeros (the mean color, once normalized) below and
-    to the right. A patch that the image fills only in part is a token like any other: the scans run over it, pooling
-    counts it, and feature maps include it, ceil(H / patch) by ceil(W / patch). No patch is all padding.
+    Images whose sides are not multiples of the patch size are padded at the bottom and right with zeros, which is the
+    mean colour of normalised images. A partly padded patch is a token like any other: it is scanned, pooled, and part
+    of the feature maps, which are ceil(H / patch) by ceil(W / patch). No patch is all padding.
 
     Args:
         img_size: image side, or (height, width).
         patch_size: patch side, or (height, width).
         in_chans: channels of the image.
         num_classes: outputs of the head, 0 for none.
-        global_pool: 'avg', 'max', 'avgmax', or '' for none: the head is then applied to every token.
+        global_pool: 'avg', 'max', 'avgmax', or '' for none, which applies the head to every token.
         embed_dim: width D.
         depth: number of blocks.
         mlp_ratio: hidden width of the GLU, as a multiple of D.
         drop_rate: dropout before the head.
         proj_drop_rate: dropout after each mixer and each GLU.
-        drop_path_rate: stochastic depth of the last block, growing linearly from 0 at the first.
-        dynamic_img_size: take images of any size, not only img_size.
-        dynamic_img_pad: pad images to whole patches; False refuses them instead.
+        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first block.
+        dynamic_img_size: accept images of any size, not only img_size.
+        dynamic_img_pad: pad images to whole patches; False refuses images that would need padding.
         norm_layer: replaces every LayerNorm.
         act_layer: replaces the SiLU of the GLUs.
         input_gate: False feeds the recurrence c_t instead of (1 - decay) c_t.
-        output_gate: False leaves out the gate of the states.
+        output_gate: False leaves out the gate on the states.
         gate_after_norm: a SiLU gate after the norm of the states, as in the authors' released image models.
-        forget_gate: 'full'; 'bound_only', the decay is the lower bound; 'none', the decay is 1 and nothing is gated.
-        lower_bound: 'increasing' with depth; 'none'; 'independent' for each layer; 'decreasing'.
+        forget_gate: 'full'; 'bound_only', where the decay is the lower bound; 'none', where decay and input gate are 1.
+        lower_bound: 'increasing' with depth, 'decreasing', 'independent' for each layer, or 'none'.
         complex_state: False keeps the rotation at zero.
-        data_dependent_theta: the rotation is a projection of the token.
-        bidirectional: False scans from the first token to the last only; with scan='2d', to the right and downwards.
+        data_dependent_theta: True makes the rotation a projection of the token.
+        bidirectional: False scans only from the first token to the last; with scan='2d', to the right and downwards.
         scan: '1d' scans all tokens, row after row; '2d' scans the rows and the columns of the image and sums their
-            states, as the authors' code for the image tasks of Long Range Arena does. It changes no parameter.
-        local_conv: side of a depthwise convolution over the grid of tokens before each mixer's projection, 3 or 5; 0
-            for none. It starts as the identity.
+            states, as the authors' code for the image tasks of Long Range Arena does. The parameters are the same.
+        local_conv: kernel size, 3 or 5, of a depthwise convolution over the token grid before each mixer's projection,
+            which starts as the identity; 0 for none.
     """
 
     dynamic_img_size: torch.jit.Final[bool]
@@ -190,7 +190,7 @@ class HgrnDeit(nn.Module):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Parameter groups for layer decay; Gamma is shared by all blocks and counts as part of the stem."""
+        """Parameter groups for layer-wise decay; Gamma is shared by all blocks and counts as part of the stem."""
         return dict(stem=r"^patch_embed|^lower_bound", blocks=[(r"^blocks\.(\d+)", None)])
 
     @torch.jit.ignore
@@ -203,7 +203,7 @@ class HgrnDeit(nn.Module):
 
     @torch.jit.ignore
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes` classes, 0 for none, and the pooling if one is given."""
+        """Replace the head with a new one for `num_classes` classes (0: none), and the pooling if one is given."""
         if global_pool is not None:
             _check_choice("global_pool", global_pool, POOLS)
             self.global_pool = global_pool
@@ -229,7 +229,7 @@ class HgrnDeit(nn.Module):
 
     @torch.jit.ignore
     def recurrences(self, x: torch.Tensor) -> Iterator[Recurrence]:
-        """The intermediate values of each block's scan for images (B, C, H, W), one block after the other."""
+        """The intermediate values of each block's scan for images (B, C, H, W), block by block."""
         x, grid = self.embed(x)
         for block, bound in zip(self.blocks, self.layer_bounds(), strict=False):
             yield block.mixer.recurrence(block.norm1(x), bound, grid)
@@ -241,12 +241,12 @@ class HgrnDeit(nn.Module):
         return [recurrence.decay for recurrence in self.recurrences(x)]
 
     def embed(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-        """Tokens (B, T, D) of images, and the rows and columns of patches that they are."""
+        """The tokens (B, T, D) of images, and their grid: rows and columns of patches."""
         pad = self.patch_embed.dynamic_img_pad
         check_image(
             x, self.in_chans, self.patch_embed.patch_size, self.patch_embed.img_size, self.dynamic_img_size, pad
         )
-        # contiguous: every matmul and scan that follows runs along a token's channels
+        # contiguous: all following matmuls and scans run along a token's channels
         x = self.patch_embed(x).contiguous()
         return x.flatten(1, 2), (x.shape[1], x.shape[2])
 
@@ -264,10 +264,10 @@ class HgrnDeit(nn.Module):
 
         Args:
             x: images (B, C, H, W).
-            indices: the last n blocks if an int, all if None, else these blocks.
+            indices: an int n for the last n blocks, None for all, or a list of block numbers.
             norm: apply the final norm to every intermediate.
             stop_early: run no block after the last requested one.
-            output_fmt: 'NCHW', maps of the grid of patches, padded ones included; or 'NLC', tokens.
+            output_fmt: 'NCHW' for maps over the patch grid, padded patches included, or 'NLC' for tokens.
             intermediates_only: return no final features.
             output_dict: return a dict with 'image_intermediates' and 'image_features'.
         """
@@ -292,7 +292,7 @@ class HgrnDeit(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the blocks after the last requested one; Gamma stays whole, so the others keep their lower bounds."""
+        """Drop the blocks after the last requested one; Gamma is kept whole, so lower bounds do not change."""
         take_indices, max_index = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: max_index + 1]
         if prune_norm:
@@ -309,7 +309,7 @@ class HgrnDeit(nn.Module):
         return block(x, lower_bound, grid)
 
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens after the last block, (B, T, D), before the norm, which follows the pooling."""
+        """The tokens after the last block, (B, T, D); the norm comes later, after pooling."""
         x, grid = self.embed(x)
         bounds = self.layer_bounds()
         for i, block in enumerate(self.blocks):
@@ -336,7 +336,7 @@ def _check_ablations(output_gate, gate_after_norm, forget_gate, lower_bound, com
     if gate_after_norm and not output_gate:
         raise ValueError("HgrnDeit: gate_after_norm=True needs output_gate=True")
     if forget_gate == "bound_only" and lower_bound == "none":
-        raise ValueError("HgrnDeit: forget_gate='bound_only' needs a lower_bound, without one nothing is remembered")
+        raise ValueError("HgrnDeit: forget_gate='bound_only' needs a lower_bound; without one the decay is 0")
     if data_dependent_theta and not complex_state:
         raise ValueError("HgrnDeit: data_dependent_theta=True needs complex_state=True")
 
@@ -350,7 +350,7 @@ def check_image(
     dynamic_img_size: bool,
     dynamic_img_pad: bool,
 ) -> None:
-    """Refuse what the patch embedding cannot take; not traced, so that traced models contain no shape checks."""
+    """Refuse images that the patch embedding cannot take; not traced, so that traced models have no shape checks."""
     if x.dim() != 4:
         raise ValueError(f"expected images of shape (B, {in_chans}, H, W), got a tensor with {x.dim()} dimensions")
     B, C, H, W = x.shape
@@ -393,7 +393,7 @@ def _cfg(**kwargs) -> dict[str, Any]:
 
 default_cfgs = generate_default_cfgs(
     {
-        # the size at which its photographs were seen last; the classes are ImageNet's
+        # the image size at the end of its training; the classes are ImageNet's
         STARTER: _cfg(file=weights_file(STARTER), input_size=(3, 112, 112)),
         "hgrn_deit_tiny.untrained": _cfg(),
         "hgrn_deit_small.untrained": _cfg(),
@@ -419,7 +419,7 @@ def _create_hgrn_deit(variant: str, pretrained: bool, **kwargs) -> HgrnDeit:
         if source.file and not source.state_dict:
             check_packaged(source.file)
     elif not kwargs.get("pretrained_cfg"):
-        # new weights have the paper's image size, not that of the packaged weights
+        # untrained models use the paper's image size, not that of the packaged weights
         kwargs["pretrained_cfg"] = "untrained"
     return build_model_with_cfg(
         HgrnDeit,

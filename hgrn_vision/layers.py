@@ -1,4 +1,4 @@
-"""The layers of HGRN: the HGRU token mixer, its ablations, the GLU channel mixer, and the lower bounds."""
+"""The layers of HGRN: the HGRU token mixer and its ablations, the GLU channel mixer, and the lower bounds."""
 
 from functools import partial
 from typing import NamedTuple
@@ -20,18 +20,18 @@ LOWER_BOUNDS = ("increasing", "none", "independent", "decreasing")
 FORGET_GATES = ("full", "bound_only", "none")
 
 
-# it looks at dtypes and shapes: symbolic tracing takes it as one step
+# it branches on dtypes and shapes, so symbolic tracing treats it as one step
 register_notrace_function(scan_tokens)
 
 
 @register_notrace_function
 def lower_bounds(gamma: torch.Tensor, kind: str) -> torch.Tensor:
-    """Lower bound of each layer's forget gate, (depth, D), from the network's parameter Gamma of that shape."""
+    """The lower bound of each layer's forget gate, (depth, D), from the parameter Gamma of the same shape."""
     if gamma.dtype != torch.float64:
         gamma = gamma.float()
     if kind == "independent":
         return gamma.sigmoid()
-    # cumsum(P)_k - P_1 of the paper, without its subtraction: the first bound is exactly 0
+    # the paper's cumsum(P)_k - P_1, without the subtraction, so that the first bound is exactly 0
     p = gamma.softmax(dim=0)
     bounds = F.pad(p[1:].cumsum(dim=0), (0, 0, 1, 0))
     return bounds.flip(0) if kind == "decreasing" else bounds
@@ -39,37 +39,37 @@ def lower_bounds(gamma: torch.Tensor, kind: str) -> torch.Tensor:
 
 @register_notrace_function
 def zero_bounds(like: torch.Tensor, depth: int) -> torch.Tensor:
-    """No lower bound for any layer, (depth, D), on the device of a weight `like` (D, ...)."""
+    """Lower bounds of zero for every layer, (depth, D), on the device of a weight `like` (D, ...)."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.zeros(depth, like.shape[0], dtype=dtype, device=like.device)
 
 
 def forget_gate(f: torch.Tensor, lower_bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The decay of the state from the pre-activation f, and 1 - decay."""
-    # sigmoid(-f) rather than 1 - sigmoid(f), which cancels where the gate is open
+    # sigmoid(-f) rather than 1 - sigmoid(f), which loses precision where the gate is near 1
     return lower_bound + (1 - lower_bound) * torch.sigmoid(f), (1 - lower_bound) * torch.sigmoid(-f)
 
 
 @register_notrace_function
 def pad_to_patches(x: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """Images (B, C, H, W) with zeros added below and to the right, up to whole patches."""
+    """Pad images (B, C, H, W) to whole patches, with zeros at the bottom and right."""
     bottom, right = -x.shape[2] % patch_size[0], -x.shape[3] % patch_size[1]
-    # padding by nothing would copy the batch
+    # F.pad copies the batch even if there is nothing to pad
     return F.pad(x, [0, right, 0, bottom]) if bottom > 0 or right > 0 else x
 
 
 class PaddedPatchEmbed(PatchEmbed):
-    """timm's patch embedding, except that images of whole patches are not copied to be padded."""
+    """timm's patch embedding, except that images that need no padding are not copied."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A map of tokens (B, H, W, D) of images, which the model has checked."""
+        """Token maps (B, H, W, D) of images; the model has already checked the images."""
         if self.dynamic_img_pad:
             x = pad_to_patches(x, self.patch_size)
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 
 class DeferredBiasLinear(nn.Linear):
-    """A linear layer that leaves its bias to the operation that follows, which adds it without another pass."""
+    """A linear layer that leaves its bias to the next operation, which adds it without an extra pass over memory."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
@@ -88,7 +88,7 @@ class ResidualLinear(nn.Linear):
 def add_linear(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """residual + x W^T + bias, where the matmul accumulates into residual + bias: one pass over memory, not three."""
+    """residual + x W^T + bias; the matmul accumulates into residual + bias, which saves a pass over memory."""
     if torch.jit.is_scripting():
         return residual + F.linear(x, weight, bias)
     # autocast does not lower the precision of in-place matmuls
@@ -111,7 +111,7 @@ class RmsNorm(nn.Module):
 
 
 class LocalConv(nn.Conv2d):
-    """A depthwise convolution over the grid of tokens, zero beyond the image; at first it changes nothing."""
+    """A depthwise convolution over the token grid, with zeros beyond the image; it starts as the identity."""
 
     def __init__(self, dim: int, kernel_size: int, device=None, dtype=None):
         super().__init__(
@@ -127,31 +127,31 @@ class LocalConv(nn.Conv2d):
 
 
 class Recurrence(NamedTuple):
-    """h_t = decay_t exp(i theta_t) h_(t-1) + input_gate_t c_t, from either end of the tokens or of rows and columns."""
+    """The terms of h_t = decay_t exp(i theta_t) h_(t-1) + input_gate_t c_t, which a layer scans in every direction."""
 
     c: torch.Tensor  # real and imaginary parts, (B, T, 2, D)
     decay: torch.Tensor  # the forget gate, (B, T, D)
-    input_gate: torch.Tensor  # 1 - decay, or 1 in a model without input gate, (B, T, D)
+    input_gate: torch.Tensor  # 1 - decay, or 1 without an input gate or forget gate, (B, T, D)
     theta: torch.Tensor  # of each direction, (K, D), or of each token, (B, T, K, D)
-    grid: tuple[int, int] | None  # (H, W) where rows and columns are scanned
+    grid: tuple[int, int] | None  # (H, W) if rows and columns are scanned
 
     def angles(self, line: torch.Tensor, image: int) -> torch.Tensor:
-        """Angle turned up to each token of a scanned line, counted from where each direction starts, (K, T, D)."""
+        """The accumulated angle at each token of a scanned line, in the order of each direction, (K, T, D)."""
         theta = self.theta if self.theta.dim() == 2 else self.theta[image : image + 1, line]
         return turned_angles(theta, len(line))[:, 0]
 
 
 class Hgru(nn.Module):
-    """Hierarchically gated recurrent unit: one projection, a complex recurrence over tokens, norm, projection.
+    """Hierarchically gated recurrent unit: a projection, a complex recurrence over tokens, a norm, a projection.
 
     Args:
         dim: width D.
-        bidirectional: scan from both ends, with shared projections and a theta for each direction.
+        bidirectional: scan from both ends, with shared projections and one theta per direction.
         output_gate: multiply the states by a sigmoid gate before the norm.
         gate_after_norm: multiply by a SiLU gate after the norm instead, as the authors' released image models do.
         complex_state: False keeps theta at zero, so that real and imaginary parts never mix.
-        scan: '1d', tokens are one sequence; '2d', rows and columns of the image are.
-        local_conv: side of a depthwise convolution over the tokens' grid before the projection, 0 for none.
+        scan: '1d' scans all tokens as one sequence; '2d' scans each row and each column of the image.
+        local_conv: kernel size of a depthwise convolution over the token grid before the projection, 0 for none.
         proj_drop: dropout of the output.
         norm_layer: norm of the 2D states.
     """
@@ -193,7 +193,7 @@ class Hgru(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Theta starts as the angles of rotary embeddings (RoPE), the same in both directions."""
+        """Set theta to the angles of rotary embeddings (RoPE) in both directions, or to 0 if it is not learned."""
         with torch.no_grad():
             if isinstance(self.theta, nn.Parameter):
                 j = torch.arange(self.dim, device=self.theta.device, dtype=torch.float64)
@@ -212,12 +212,12 @@ class Hgru(nn.Module):
 
         Args:
             x: tokens (B, T, D).
-            lower_bound: this layer's, (D,), in float32 or float64.
-            residual: added to the output; there is no dropout then.
-            grid: (H, W) of the tokens, row by row; only a one-dimensional scan without convolution does without.
+            lower_bound: this layer's lower bound, (D,), in float32 or float64.
+            residual: added to the output, which then skips dropout.
+            grid: (H, W) of the tokens, row by row; optional for a 1d scan without local convolution.
         """
         scanned = self.scanned_grid(x, grid)
-        z = self.in_proj(self.mix_neighbours(x, grid))  # (B, T, 5D), bias to come
+        z = self.in_proj(self.mix_neighbours(x, grid))  # (B, T, 5D), without the bias
         bias = self.in_proj.bias.to(lower_bound.dtype)
         theta = self.theta.to(lower_bound.dtype)
         if self.gate_after_norm:
@@ -229,17 +229,17 @@ class Hgru(nn.Module):
         return self.drop(self.project(h, residual), residual)
 
     def scanned_grid(self, x: torch.Tensor, grid: tuple[int, int] | None) -> tuple[int, int] | None:
-        """The grid that the scan runs over, None for one sequence."""
+        """The grid that the scan runs over, or None for one sequence."""
         if self.scan == "1d" and self.local_conv is None:
             return None
         if grid is None:
-            raise ValueError(f"the mixer needs the grid of its {x.shape[1]} tokens, got none")
+            raise ValueError(f"the mixer needs the grid of its {x.shape[1]} tokens, got None")
         if not torch.jit.is_scripting():
             check_grid(grid, x.shape[1])
         return grid if self.scan == "2d" else None
 
     def mix_neighbours(self, x: torch.Tensor, grid: tuple[int, int] | None) -> torch.Tensor:
-        """The local convolution, where there is one."""
+        """Apply the local convolution, if there is one."""
         if self.local_conv is None or grid is None:
             return x
         return self.local_conv(x, grid, self.backend)
@@ -268,7 +268,7 @@ class Hgru(nn.Module):
         return forget_gate(z[..., 2 * self.dim : 3 * self.dim], lower_bound)
 
     def turns(self, x: torch.Tensor, lower_bound: torch.Tensor) -> torch.Tensor:
-        """The rotation of every step, (K, D), or of each token's own, (B, T, K, D)."""
+        """The rotation per step, the same for all tokens, (K, D), or one per token, (B, T, K, D)."""
         return self.theta.to(lower_bound.dtype)
 
 
@@ -278,8 +278,8 @@ class AblatedHgru(Hgru):
     Args:
         dim: width D.
         input_gate: False drops the factor 1 - decay of the input.
-        forget_gate: 'bound_only' makes the lower bound the decay; with 'none' nothing decays and nothing is gated.
-        data_dependent_theta: the rotation of each step is a projection of its token.
+        forget_gate: 'bound_only' uses the lower bound as the decay; 'none' sets decay and input gate to 1.
+        data_dependent_theta: the rotation at each step is a projection of its token.
         **kwargs: as in Hgru.
     """
 
@@ -370,8 +370,8 @@ class Glu(nn.Module):
         self.backend: str | None = "torch" if is_scriptable() or is_exportable() else None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Mix channels of x (B, T, D); a residual is added to the output, and there is no dropout then."""
-        z = self.fc1(x)  # (B, T, 2 * hidden), bias to come
+        """Mix the channels of x (B, T, D); a residual is added to the output, which then skips dropout."""
+        z = self.fc1(x)  # (B, T, 2 * hidden), without the bias
         out = self.fc2(self.activate(z), residual) if torch.jit.is_scripting() else self.project(z, residual)
         return self.proj_drop(out) if residual is None else out
 

@@ -1,4 +1,4 @@
-"""Weights that come with the package: where they are, how they are written, and the check before they are read."""
+"""Weights that come with the package: where they are, how they are written, and how they are checked before use."""
 
 import hashlib
 import os
@@ -16,12 +16,12 @@ STARTER = "hgrn_deit_tiny.dist_photos"
 
 
 def weights_file(name: str) -> str:
-    """Where the weights of a model are, by its name in timm's registry with the tag."""
+    """The path of a model's weights, by its name in timm's registry including the tag."""
     return str(PRETRAINED / f"{name}.safetensors")
 
 
 def check_packaged(path: str | os.PathLike) -> None:
-    """Refuse a file of the package that is not the published one; files elsewhere are taken as they are."""
+    """Refuse a packaged file that is missing or differs from the published one; files elsewhere are not checked."""
     path = Path(path)
     if path.parent != PRETRAINED:
         return
@@ -32,18 +32,18 @@ def check_packaged(path: str | os.PathLike) -> None:
         wrong = f"is damaged: its SHA-256 is not the one in {SUMS}"
     if wrong:
         raise ValueError(
-            f"{path} {wrong}; reinstall the package for a good one: pip install --force-reinstall --no-deps "
-            "hgrn_vision, or in a clone git checkout hgrn_vision/pretrained"
+            f"{path} {wrong}; reinstall the package (pip install --force-reinstall --no-deps hgrn_vision), "
+            "or in a clone run git checkout hgrn_vision/pretrained"
         )
 
 
 def write_starter(model: nn.Module, folder: str | os.PathLike = PRETRAINED, name: str = STARTER) -> Path:
-    """Write a model's weights in float16, and their line in SHA256SUMS, as they go into the package.
+    """Write a model's weights in float16 and add them to SHA256SUMS, in the form that the package ships.
 
     Args:
         model: the trained model.
         folder: where the two files go; other lines of its SHA256SUMS are kept.
-        name: the model's name in timm's registry, with the tag.
+        name: the model's name in timm's registry, including the tag.
     """
     path = Path(folder) / f"{name}.safetensors"
     tensors = {key: _halve(key, tensor) for key, tensor in model.state_dict().items()}
@@ -58,12 +58,12 @@ def _halve(name: str, tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().cpu()
     half = (tensor.half() if tensor.is_floating_point() else tensor).contiguous()
     if not torch.isfinite(half).all():
-        raise ValueError(f"{name} holds values that float16 cannot")
+        raise ValueError(f"{name} has values that float16 cannot hold")
     return half
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
-    """File names and their SHA-256, as sha256sum writes them; nothing where the list is not there."""
+    """The SHA-256 of each listed file, from a list in the format of sha256sum; empty if there is no list."""
     path = folder / SUMS
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     pairs = (line.split(maxsplit=1) for line in lines if len(line.split(maxsplit=1)) == 2)

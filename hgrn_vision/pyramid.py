@@ -1,8 +1,8 @@
 """HGRN with a simple feature pyramid: maps at four scales for segmentation and detection.
 
 Paper: Exploring Plain Vision Transformer Backbones for Object Detection (ViTDet), ECCV 2022, arXiv 2203.16527. All four
-maps come from the tokens after the last block, enlarged by transposed convolutions or pooled. Classification is that of
-the plain model, whose weights load as they are; the pyramid takes no part in it.
+maps come from the tokens after the last block, enlarged by transposed convolutions or pooled. Classification does not
+use the pyramid: it works as in the plain model, whose weights load unchanged.
 """
 
 import logging
@@ -25,12 +25,12 @@ _logger = logging.getLogger(__name__)
 
 
 class PyramidLevel(nn.Module):
-    """One map from the grid of tokens: resampled, then a 1x1 and a 3x3 convolution, each with its norm.
+    """One map from the token grid: resampling, then a 1x1 and a 3x3 convolution, each followed by a norm.
 
     Args:
         dim: channels of the tokens.
         width: channels of the map.
-        scale: positions of the map per token along each side: 4, 2, 1 or 0.5.
+        scale: side of the map relative to the token grid: 4, 2, 1 or 0.5.
     """
 
     def __init__(self, dim: int, width: int, scale: float, device=None, dtype=None):
@@ -51,7 +51,7 @@ class PyramidLevel(nn.Module):
         elif scale == 1:
             self.resample = nn.Identity()
         else:
-            # an odd row or column of tokens at the end is a position of its own
+            # an odd last row or column of tokens gets a position of its own
             self.resample = nn.MaxPool2d(2, ceil_mode=True)
         self.proj = nn.Conv2d(channels, width, 1, bias=False, **dd)
         self.norm1 = LayerNorm2d(width, **dd)
@@ -64,13 +64,13 @@ class PyramidLevel(nn.Module):
 
 
 class HgrnPyramid(HgrnDeit):
-    """HgrnDeit whose features are maps of a quarter, half, the whole and twice the patch: strides 4, 8, 16, 32.
+    """HgrnDeit with four feature maps, at a quarter, half, one and two times the patch size: strides 4, 8, 16, 32.
 
     They have D / 4, D / 2, D and D channels, and each ends in a norm. Images are padded to whole patches; the maps are
     then cropped to what the image covers, ceil(H / stride) by ceil(W / stride).
 
     Args:
-        output_stride: stride that no map exceeds, for decoders with dilated convolutions: with 16 the last two maps
+        output_stride: the largest stride of any map, for decoders with dilated convolutions: with 16 the last two maps
             have stride 16, with 8 the last three have stride 8.
         **kwargs: as in HgrnDeit; the patch must be square, its side a multiple of 4.
     """
@@ -82,14 +82,14 @@ class HgrnPyramid(HgrnDeit):
         self.output_stride = output_stride
         patch, D = self.patch_embed.patch_size[0], self.embed_dim
         levels = list(zip((D // 4, D // 2, D, D), self.level_strides(), strict=True))
-        # by number, so that the others keep their names where some are not wanted
+        # keyed by number, so that the others keep their names when some are pruned
         self.pyramid = nn.ModuleDict(
             {str(i): PyramidLevel(D, width, patch / stride, device, dtype) for i, (width, stride) in enumerate(levels)}
         )
         self.feature_info = [
             dict(module=f"pyramid.{i}", num_chs=width, reduction=stride) for i, (width, stride) in enumerate(levels)
         ]
-        # classification gives the pyramid no gradients; DistributedDataParallel would wait for them
+        # classification gives the pyramid no gradients, and DistributedDataParallel would wait for them
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters() if "pyramid." in name]
 
     def level_strides(self) -> list[int]:
@@ -130,10 +130,10 @@ class HgrnPyramid(HgrnDeit):
 
         Args:
             x: images (B, C, H, W).
-            indices: the last n maps if an int, all four if None, else these, from the finest to the coarsest.
+            indices: an int n for the last n maps, None for all four, or a list of map numbers; 0 is the finest.
             norm: apply the final norm to every map, after the map's own.
-            stop_early: nothing can be left out, since every map comes from the last block.
-            output_fmt: 'NCHW', or 'NLC', the positions of a map one after the other.
+            stop_early: has no effect, since every map comes from the last block.
+            output_fmt: 'NCHW', or 'NLC' for maps as sequences of positions.
             intermediates_only: return no final features.
             output_dict: return a dict with 'image_intermediates' and 'image_features'.
         """
@@ -160,7 +160,7 @@ class HgrnPyramid(HgrnDeit):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the maps that are not requested; all blocks stay, every map needs them."""
+        """Drop the maps that are not requested; all blocks stay, since every map needs them."""
         take_indices, _ = feature_take_indices(LEVELS, indices)
         for i in map(str, range(LEVELS)):
             if int(i) not in take_indices and i in self.pyramid:
@@ -172,12 +172,14 @@ class HgrnPyramid(HgrnDeit):
         return take_indices
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Weights of a plain model are complete: the pyramid keeps its own."""
+        """Accept the weights of a plain model; the pyramid then keeps its own."""
         own = self.state_dict()
         new = missing_pyramid(state_dict, own, prefix)
         if new:
             levels = ", ".join(f"pyramid.{i}.*" for i in self.pyramid)
-            _logger.warning("the weights have no pyramid: its %d tensors are new (%s)", len(new), levels)
+            _logger.warning(
+                "the weights have no pyramid: its %d tensors keep their initial values (%s)", len(new), levels
+            )
         state_dict.update({prefix + name: own[name] for name in new})
         super()._load_from_state_dict(state_dict, prefix, *args)
 

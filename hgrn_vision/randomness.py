@@ -1,4 +1,4 @@
-"""Seeds, and the generators that they are given to; nothing else in the package seeds one."""
+"""Seeds and random generators; the package seeds generators nowhere else."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,7 @@ def fold(*numbers: int) -> int:
 
 @contextlib.contextmanager
 def own_generators() -> Iterator[None]:
-    """Inside, random, numpy and torch (CPU) may be seeded at will; their states come back after."""
+    """Inside, random, numpy and torch (CPU) may be seeded freely; their states are restored afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -28,26 +28,26 @@ def own_generators() -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Let the draws of random, numpy and torch (CPU) that follow depend on `seed` alone."""
+    """Make all further draws from random, numpy and torch (CPU) depend on `seed` alone."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # not torch.manual_seed: before CUDA is initialised it keeps a list of every call
+    # not torch.manual_seed, which keeps a list of every call until CUDA is initialised
     torch.default_generator.manual_seed(seed)
 
 
 def seed_weights(*numbers: int) -> None:
-    """Let the weights that torch draws next (on the CPU) depend on `numbers` alone."""
+    """Make the weights that torch draws next (on the CPU) depend on `numbers` alone."""
     torch.default_generator.manual_seed(fold(*numbers))
 
 
 def numpy_generator(seed: int) -> np.random.RandomState:
     """A generator whose draws depend on `seed` alone, in any version of NumPy."""
-    # RandomState and not Generator: NumPy promises that its numbers never change
+    # RandomState rather than Generator: NumPy promises that its numbers never change
     return np.random.RandomState(seed % 2**32)
 
 
 def torch_generator(seed: int) -> torch.Generator:
-    """A generator on the CPU whose draws depend on `seed` alone."""
+    """A CPU generator whose draws depend on `seed` alone."""
     return torch.Generator().manual_seed(seed)
 
 

@@ -1,4 +1,4 @@
-"""Saving memory in training: tensors that are cheap to compute are not saved for backward but computed again."""
+"""Saving memory in training: tensors that are cheap to compute are not saved for backward but recomputed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,13 +7,13 @@ import torch
 
 
 def recomputed(tensor: torch.Tensor, function: Callable[[], torch.Tensor]) -> AbstractContextManager:
-    """Inside this context, autograd does not save `tensor` but calls `function` in backward to compute it again.
+    """A context in which autograd does not save `tensor` but calls `function` in backward to recompute it.
 
     Args:
-        tensor: input of the operations in the context.
+        tensor: an input of the operations in the context.
         function: returns the same values; called without autograd, once per use in backward.
     """
-    # a compiler decides for itself what to save, and a symbolic trace computes nothing
+    # torch.compile decides for itself what to save, and a symbolic trace computes nothing
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or isinstance(tensor, torch.fx.Proxy):
         return nullcontext()
     pointer, numel = tensor.data_ptr(), tensor.numel()

@@ -1,4 +1,4 @@
-"""hgru_scan: the one operation that carries the recurrence."""
+"""hgru_scan: the gated recurrence as one operation."""
 
 import torch
 from timm.layers import register_notrace_function
@@ -16,15 +16,15 @@ def hgru_scan(
     backend: str | None = None,
     grid: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Gates, recurrence in one or both directions and output gate of an HGRU layer, in one operation.
+    """The gates, the recurrence in one or both directions and the output gate of an HGRU layer, as one operation.
 
     Args:
         x: pre-activations (B, T, 5D) = [c_re | c_im | f | g_re | g_im], or (B, T, 3D) without the output gate.
-        lower_bound: lower bound of the forget gate, (D,), float32, or float64 when x is.
-        theta: rotation per token, (K, D), same dtype: K = 2 for both directions, K = 1 for first to last. On a grid
-            the first row turns the scans to the right and downwards, the second those to the left and upwards.
-        bias: of the projection that made x, added here; same dtype as lower_bound.
-        backend: 'triton', 'cpu', 'torch', or 'auto'; by default what `set_backend` chose.
+        lower_bound: lower bound of the forget gate, (D,), in float64 if x is, else in float32.
+        theta: rotation per step, (K, D), same dtype: K = 2 scans in both directions, K = 1 from first to last. On a
+            grid the first row applies to scans to the right and downwards, the second to the left and upwards.
+        bias: bias of the projection that made x, added here; same dtype as lower_bound.
+        backend: 'triton', 'cpu', 'torch' or 'auto'; by default the one that `set_backend` chose.
         grid: (H, W) of tokens in row-major order, to scan rows and columns and sum their states; None scans all tokens
             as one sequence.
 
@@ -46,7 +46,7 @@ def hgru_scan(
 
 
 def check_grid(grid: tuple[int, int], T: int) -> None:
-    """Refuse a grid that the tokens do not fill."""
+    """Refuse a grid that does not match the number of tokens."""
     H, W = grid
     if H * W != T:
         raise ValueError(f"a grid of {H} x {W} has {H * W} tokens, x has {T}")
@@ -83,7 +83,7 @@ def _check(x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias
 def _scan(
     x: torch.Tensor, lower_bound: torch.Tensor, theta: torch.Tensor, bias: torch.Tensor | None, backend: str, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated states, and the states from which backward recomputes the rest; width 0 is one sequence."""
+    """The gated states, and the states from which backward recomputes the rest; width 0 means one sequence."""
     return kernels(backend, "scan").forward(x, lower_bound, theta, bias, width)
 
 

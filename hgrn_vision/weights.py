@@ -1,4 +1,4 @@
-"""Loading weights of other layouts: the authors' released checkpoints, other patch sizes, other heads."""
+"""Loading weights from other layouts: the authors' released checkpoints, other patch sizes, other heads."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from timm.layers import resample_patch_embed
 from timm.models import adapt_input_conv, clean_state_dict, load_state_dict
 from torch import nn
 
-# new names for the tensors of a released block; _convert_released handles those that need more than a name
+# our names for the tensors of a released checkpoint; _convert_released handles those that need more than a new name
 _RELEASED_NAMES = (
     (r"^layers\.(\d+)\.token_norm\.", r"blocks.\1.norm1."),
     (r"^layers\.(\d+)\.feature_norm\.", r"blocks.\1.norm2."),
@@ -22,7 +22,7 @@ _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors under our names and for the model's patch size, from any known layout."""
+    """Convert a checkpoint from any known layout to our tensor names and the model's patch size."""
     for wrapper in _WRAPPERS:
         if isinstance(state_dict.get(wrapper), dict):
             state_dict = state_dict[wrapper]
@@ -35,21 +35,21 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
         patch_size = model.patch_embed.patch_size
         state_dict["patch_embed.proj.weight"] = resample_patch_embed(weight, list(patch_size))
         if weight.shape[1] == model.in_chans and model.in_chans > 3:
-            # timm adapts only from 3 channels and would drop a projection that already fits
+            # timm only adapts 3-channel weights and would drop a projection that already fits
             model.pretrained_cfg["first_conv"] = None
     for name, tensor in model.state_dict().items():
-        # weights of a model without local convolutions begin with convolutions that change nothing
+        # weights from a model without local convolutions get convolutions that start as the identity
         if name.endswith("mixer.local_conv.weight") and name not in state_dict:
             state_dict[name] = nn.init.dirac_(torch.empty_like(tensor), groups=tensor.shape[0])
     return state_dict
 
 
 def _convert_released(released: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert the layout of the authors' image models to ours; the values stay the same."""
+    """Convert the layout of the authors' image models to ours, without changing any value."""
     released = dict(released)
     out = {}
     try:
-        # their bound sums P over all layers below, ours leaves out the first: the rows are off by one
+        # their bound of a layer sums P over the layers before it, ours over rows 1 to its own: rows are off by one
         out["lower_bound"] = torch.roll(released.pop("lower_bounds"), 1, 0)
         weight = released.pop("to_patch_embedding.1.weight")  # (D, p * p * 3)
         patch = round((weight.shape[1] / 3) ** 0.5)
@@ -75,18 +75,19 @@ def _convert_released(released: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 def load_checkpoint(model: nn.Module, path: str | os.PathLike, drop_head: bool = False) -> list[str]:
-    """Load a checkpoint file into a model: ours or the authors' released ones, .safetensors or PyTorch's format.
+    """Load a checkpoint into a model: one of ours or of the authors', as .safetensors or in PyTorch's format.
 
-    The patch projection is resampled to the model's patch size and channels. Nothing is loaded if anything is wrong.
+    The patch projection is resampled to the model's patch size and channels. If anything does not fit, nothing is
+    loaded.
 
     Args:
         model: an HGRN model from timm.create_model.
-        path: the file.
-        drop_head: skip a head whose number of classes differs from the model's, or any if the model has none.
+        path: the checkpoint file.
+        drop_head: skip the checkpoint's head if it does not fit the model's, or if the model has none.
 
     Returns:
-        The names of the model's tensors that were not loaded: those of a dropped head, those of a pyramid where the
-        weights are a plain model's, or none.
+        The names of the model's tensors that were not loaded: those of a dropped head, and those of a pyramid if the
+        weights come from a plain model.
     """
     path = os.fspath(path)
     state_dict = checkpoint_filter_fn(_read(path), model)
@@ -99,7 +100,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike, drop_head: bool =
     if drop_head:
         head = [name for name in own if name.startswith("head.")]
         dropped = [name for name in head if name not in state_dict or state_dict[name].shape != own[name].shape]
-        # a model without a head has no use for one either
+        # a model without a head cannot use one either
         if dropped or not head:
             dropped = head
             state_dict = {name: tensor for name, tensor in state_dict.items() if not name.startswith("head.")}
@@ -110,7 +111,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike, drop_head: bool =
 
 
 def missing_pyramid(state_dict: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Names of a model's pyramid if the weights under `prefix` are a plain model's; none if they bring any of it."""
+    """The names of a model's pyramid tensors if the weights under `prefix` have no pyramid, else none."""
     pyramid = f"{prefix}pyramid."
     if f"{prefix}patch_embed.proj.weight" not in state_dict or any(name.startswith(pyramid) for name in state_dict):
         return []

@@ -1,4 +1,4 @@
-"""What commands print and write: progress, warnings, output files, and how a run that fails ends."""
+"""What commands print and write: progress, warnings, output files, and exit codes of failed runs."""
 
 import contextlib
 import logging
@@ -26,7 +26,10 @@ STDOUT = "-"
 
 
 def exit_code(command: str, work: Callable[[], int]) -> int:
-    """The code of `work`, or 3 when the run diverged, 1 when it lost a process."""
+    """The exit code of `work`, or 3 if the run diverged, 1 if it lost a process.
+
+    Other errors are raised, except on ranks where the main rank reports the same error: those return 2.
+    """
     show_warnings()
     try:
         return work()
@@ -45,7 +48,7 @@ def exit_code(command: str, work: Callable[[], int]) -> int:
 
 
 def backend_details(config: TrainConfig) -> dict[str, str]:
-    """Which implementation computes our own models."""
+    """The backend that runs our own models; empty for other models."""
     if not config.model.startswith("hgrn"):
         return {}
     device, name = choose_device(config.device), get_backend()
@@ -62,7 +65,7 @@ class Display(Observer):
         self.told = 0.0
 
     def packing(self, starts: Iterable[int], photos_each: int) -> Iterable[int]:
-        print("Packing the photographs, once for all runs that read them at this size.", flush=True)
+        print("Packing the photographs, once for all runs that use them at this size.", flush=True)
         bar = tqdm(
             unit=" photographs", dynamic_ncols=True, disable=not sys.stderr.isatty(), total=len(starts) * photos_each
         )
@@ -93,7 +96,7 @@ class Display(Observer):
         )
         if run.photos:
             print(
-                f"teacher {config.teacher} at {run.teacher.spec.input_size[-1]} pixels; left out: "
+                f"teacher {config.teacher} at {run.teacher.spec.input_size[-1]} pixels; excluded: "
                 f"{len(run.photos.bad):,} unreadable photographs, {len(run.photos.duplicates):,} that look like "
                 "validation images"
             )
@@ -135,27 +138,27 @@ class Display(Observer):
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar, and leave it on the screen."""
         if self.bar is not None:
             self.bar.close()
 
 
 class _Lines(logging.Handler):
-    """Log messages that do not break the progress bar."""
+    """Prints log messages without breaking the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
 def show_warnings() -> None:
-    """Warnings of the package as lines on standard error, from one process only."""
+    """Print the package's warnings as lines on standard error, from one process only."""
     logger = logging.getLogger("hgrn_vision")
     logger.handlers = [_Lines()] if is_main() else [logging.NullHandler()]
     logger.setLevel(logging.WARNING)
 
 
 def check_free(paths: Iterable[str | os.PathLike], force: bool) -> None:
-    """Refuse, before any work is done, to overwrite a file or to write two outputs to one."""
+    """Refuse, before any work is done, to overwrite a file or to write two outputs to the same file."""
     paths = [path if path == STDOUT else os.path.abspath(path) for path in paths]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice:
@@ -163,24 +166,24 @@ def check_free(paths: Iterable[str | os.PathLike], force: bool) -> None:
         raise ValueError(f"two outputs cannot both go to {where}")
     for path in paths:
         if path != STDOUT and os.path.isdir(path):
-            raise ValueError(f"{path} is a folder, expected the name of a file")
+            raise ValueError(f"{path} is a folder, expected a file name")
         if path != STDOUT and os.path.lexists(path) and not force:
             raise ValueError(f"{path} already exists; choose another name, or overwrite it with --force")
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal or a page could not show: control characters, bytes that are not UTF-8."""
+    """`text` with replacements for what a terminal or page cannot show: control characters, invalid UTF-8."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 @contextlib.contextmanager
 def open_output(path: str | os.PathLike, binary: bool = False) -> Iterator[IO]:
-    """An output file that gets its name only once it is complete; '-' is standard output."""
+    """An output file that appears only once it is complete; '-' is standard output."""
     if os.fspath(path) == STDOUT:
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
         yield sys.stdout.buffer if binary else sys.stdout
         return
-    # file names need not be valid UTF-8: their bytes go through as they are
+    # file names need not be valid UTF-8: their bytes are written unchanged
     text = {} if binary else {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
     with whole_file(path) as temporary, open(temporary, "wb" if binary else "w", **text) as file:
         yield file

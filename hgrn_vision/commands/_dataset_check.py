@@ -1,4 +1,4 @@
-"""What a folder of images holds: classes, sizes, unreadable files, images on both sides of the split."""
+"""A survey of a folder of images: classes, sizes, unreadable files, images on both sides of the split."""
 
 import os
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ from ..data.splits import Split
 from ..randomness import numpy_generator
 from ._console import printable
 
-LOOKED_AT = 5000  # images; from larger sets this many are drawn at random
+LOOKED_AT = 5000  # images; a random sample of this size from larger sets
 NAMED = 3  # examples that are printed
-THUMBNAIL = 16  # side of the grey images that are compared
+THUMBNAIL = 16  # side of the grey thumbnails that are compared
 PHOTO_SIDE = 32  # smaller images are glyphs, icons, sprites
-COLOURED = 16  # levels between two channels of one pixel; JPEG makes grey images slightly coloured
-ALIKE = 2.0  # root mean square difference, in grey levels, that another JPEG quality can cause
+COLOURED = 16  # difference between channels of a pixel, in levels; JPEG makes grey images slightly coloured
+ALIKE = 2.0  # root mean square difference, in grey levels, such as another JPEG quality causes
 
 
 class Look(NamedTuple):
-    """One image that was opened; size and thumbnail are None where it could not be read."""
+    """One image that was opened; size and thumbnail are None if it could not be read."""
 
     split: Split
     index: int
@@ -53,21 +53,21 @@ class Survey:
     bad: list[Look]
     twins: list[tuple[str, str]]  # names of a training and a validation image that look alike
     empty: list[str] = field(default_factory=list)  # class folders without images
-    ignored: list[str] = field(default_factory=list)  # files not named like images
+    ignored: list[str] = field(default_factory=list)  # files without an image extension
     coloured: float = 0.0  # share of the readable images
 
     @property
     def side(self) -> int:
-        """The usual shorter side."""
+        """The median of the shorter sides."""
         return int(np.median(self.sizes.min(axis=1)))
 
     @property
     def photographs(self) -> bool:
-        """Whether these are photographs such as a model trained on others expects: in colour, and not icons."""
+        """Whether these look like photographs: most are in colour, and their usual size is not that of icons."""
         return self.side >= PHOTO_SIDE and self.coloured > 0.5
 
     def lines(self) -> Iterator[str]:
-        """One line with the summary, then one for each thing that needs attention."""
+        """One summary line, then a few lines for each thing that needs attention."""
         train, validation = len(self.train), len(self.validation)
         classes = len(self.train.class_names)
         looked = "" if self.looked_at == train + validation else f" of {self.looked_at:,} checked"
@@ -79,8 +79,8 @@ class Survey:
         )
         yield from _examples("unreadable", [f"{look.name}: {look.reason}" for look in self.bad])
         yield from _examples("in training and validation", [f"{one} and {other}" for one, other in self.twins])
-        yield from _examples("folder without images, not a class", self.empty)
-        yield from _examples("left out, not named like an image", self.ignored)
+        yield from _examples("ignored, folder without images", self.empty)
+        yield from _examples("ignored, no image extension", self.ignored)
         unseen = np.setdiff1d(np.arange(classes), self.validation.labels)
         yield from _examples("class without validation images", [self.train.class_names[label] for label in unseen])
 
@@ -103,7 +103,7 @@ def _examples(what: str, items: list[str]) -> Iterator[str]:
 
 
 def survey(where: str, train: Split, validation: Split, show_progress: bool = False) -> Survey:
-    """Open the images of both splits, or 5,000 of them, and describe them."""
+    """Open the images of both splits, or a random 5,000 of them, and describe them."""
     everything = [(split, index) for split in (train, validation) for index in range(len(split))]
     if len(everything) > LOOKED_AT:
         drawn = np.sort(numpy_generator(0).permutation(len(everything))[:LOOKED_AT])
@@ -121,7 +121,7 @@ def survey(where: str, train: Split, validation: Split, show_progress: bool = Fa
     good = [look for look in looks if look.size]
     bad = [look for look in looks if not look.size]
     if not good:
-        raise ValueError(f"none of the {len(looks)} images of {where} can be read: {bad[0].name}: {bad[0].reason}")
+        raise ValueError(f"none of the {len(looks)} images in {where} can be read: {bad[0].name}: {bad[0].reason}")
     empty, ignored = _walk(train) if Path(where).is_dir() else ([], [])
     sizes = np.array([look.size for look in good])
     coloured = sum(look.coloured for look in good) / len(good)
@@ -139,12 +139,12 @@ def _look(split: Split, index: int) -> Look:
 
 
 def _twins(looks: list[Look], train: Split) -> list[tuple[str, str]]:
-    """Training images that look like validation images, one for each of the latter."""
+    """Pairs of a training and a validation image that look alike, at most one per validation image."""
     ours = [look for look in looks if look.split is train]
     theirs = [look for look in looks if look.split is not train]
     if not ours or not theirs:
         return []
-    # whole numbers up to 255: the sums of 256 of their products are exact in float32
+    # integers up to 255: a sum of 256 of their products is exact in float32
     x, y = (torch.from_numpy(np.stack([look.thumbnail for look in side])) for side in (ours, theirs))
     distances = x.square().sum(1)[:, None] + y.square().sum(1) - 2 * x @ y.T  # (ours, theirs)
     nearest, found = distances.min(0)
@@ -153,7 +153,7 @@ def _twins(looks: list[Look], train: Split) -> list[tuple[str, str]]:
 
 
 def _walk(train: Split) -> tuple[list[str], list[str]]:
-    """Folders beside the classes that hold no images, and files not named like images."""
+    """Folders beside the class folders that hold no images, and files without an image extension."""
     root = getattr(train.source, "root", None)
     if root is None:
         return [], []

@@ -1,4 +1,4 @@
-"""Arguments that several commands have; flags of settings come from their fields, so that there is one list of them."""
+"""Arguments shared by several commands; the flags for settings are generated from the fields of TrainConfig."""
 
 import argparse
 import glob
@@ -14,49 +14,49 @@ from ..data.images import MAX_PIXELS
 from ..data.sources import EXTENSIONS, MORE_EXTENSIONS
 from ..train.config import TrainConfig, describe, field_types
 
-MODEL_HELP = "run, model folder, weights file, hf-hub:NAME, or hgrn_deit_tiny as packaged"
+MODEL_HELP = "run, model folder, weights file, hf-hub:NAME, or hgrn_deit_tiny for the packaged weights"
 
 
 def at_least_one(text: str) -> int:
-    """A whole number from 1, for argparse."""
+    """Parse a positive integer, for argparse."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def add_inference_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags shared by the commands that go through many images."""
+    """Add the flags shared by commands that process many images."""
     parser.add_argument(
         "--img-size", type=at_least_one, metavar="N", help="side of the model's input (default: as trained)"
     )
     parser.add_argument(
-        "--batch-size", type=at_least_one, default=32, metavar="N", help="images in one forward pass (default 32)"
+        "--batch-size", type=at_least_one, default=32, metavar="N", help="images per forward pass (default 32)"
     )
     parser.add_argument("--max-pixels", type=at_least_one, default=MAX_PIXELS, metavar="N", help="refuse larger images")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU if there is one)")
 
 
-# of runs on photographs without labels, which only `distill` starts
+# settings for photographs without labels, which only `distill` uses
 OF_PHOTOGRAPHS = ("photos", "val", "pack", "cache", "views")
 
 
 def add_setting_flags(
     parser: argparse.ArgumentParser, leave_out: Collection[str] = (), shown: Mapping[str, str] | None = None
 ) -> None:
-    """One flag per setting; a flag that is not given is absent from the parsed arguments.
+    """Add one flag per setting; flags that are not given are absent from the parsed arguments.
 
     Args:
-        parser: gets the flags.
-        leave_out: settings without a flag.
-        shown: where given, the only settings that --help lists, with what it says of them.
+        parser: the parser to add them to.
+        leave_out: settings that get no flag.
+        shown: if given, the only settings that --help lists, with their help texts.
     """
     groups: dict[str, Any] = {"recipe": parser, "machine": parser}
     if shown is None:
         groups = {
             "recipe": parser.add_argument_group(
-                "recipe", "what is learned, fixed once a run has started; in brackets what the paper uses"
+                "recipe", "what is learned; fixed once a run has started [the paper's value]"
             ),
-            "machine": parser.add_argument_group("machine", "where and how fast; free to change when a run continues"),
+            "machine": parser.add_argument_group("machine", "where and how fast; may change when a run continues"),
         }
     types = field_types()
     for item in fields(TrainConfig):
@@ -99,7 +99,7 @@ def _or_none(base: type) -> Any:
     def parse(text: str) -> Any:
         return None if text == "none" else base(text)
 
-    # argparse names the type in its message
+    # argparse prints the type's name in its error message
     parse.__name__ = base.__name__
     return parse
 
@@ -124,7 +124,7 @@ def _spell(default: Any) -> str:
 
 
 def find_images(inputs: Iterable[str]) -> Iterator[str]:
-    """Paths of the inputs, one by one; missing ones are passed on, so that they get a row of their own."""
+    """The image paths of all inputs; missing files are passed on, so that they get their own row in the output."""
     for text in inputs:
         if text == "-":
             lines = (os.fsdecode(line.rstrip(b"\r\n")) for line in sys.stdin.buffer)

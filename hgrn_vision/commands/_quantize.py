@@ -1,4 +1,4 @@
-"""ONNX files with weights of eight bits, by onnxruntime's own quantizer, and how far their answers move."""
+"""8-bit ONNX files, written by onnxruntime's own quantizer, and how much their answers change."""
 
 import logging
 import os
@@ -24,30 +24,31 @@ BATCH = 8
 
 
 def quantize(source: Path, target: Path, calibration: Iterator[np.ndarray] | None = None) -> None:
-    """A file whose linear layers multiply bytes; convolutions and the scan stay in float32.
+    """Write a file whose linear layers run in int8; convolutions and the scan stay in float32.
 
-    Without calibration every call measures the range of its activations, which is as fast and nearer to the model:
-    hgrn_deit_tiny at 224 pixels, batch 8, two cores with VNNI, gave 19.6 images/s in float32, 29.0 like this, 29.3
-    calibrated, and 21.6 with unsigned weights, which VNNI does not take. Those figures are of weights with all eight
-    bits; seven are as fast (29.4 calibrated) and do not saturate without VNNI either, where pairs of products are added
-    in 16 bits. Logits are then off by 0.51% like this and by 0.55% calibrated, on 64 photographs.
+    Without calibration, every call measures the range of its activations. That is as fast as calibrated ranges, and
+    closer to the model. hgrn_deit_tiny at 224 pixels, batch 8, two cores with VNNI: 19.6 images/s in float32, 29.0
+    without calibration, 29.3 calibrated, and 21.6 with unsigned weights, which VNNI does not support. Those figures are
+    for 8-bit weights. Weights with a range of 7 bits, as here, are as fast (29.4 calibrated). They also work without
+    VNNI, where pairs of products are added in 16 bits, which 8-bit weights would saturate. On 64 photographs, logits
+    are then off by 0.51% without calibration and by 0.55% calibrated.
 
     Args:
-        source: the file in float32.
-        target: the file to write, with the properties of the source.
-        calibration: images (B, C, H, W), from which the ranges of activations are fixed.
+        source: the float32 file.
+        target: the file to write; it gets the metadata of the source.
+        calibration: images (B, C, H, W) that fix the activation ranges.
     """
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
     model = onnx.load(source)
     properties = {item.key: item.value for item in model.metadata_props}
-    # the quantizer transposes weights and then finds their old shapes here
+    # the quantizer transposes weights, and would then find their old shapes here
     model.graph.ClearField("value_info")
-    # products of activations with each other, in a scan, are no layers
+    # matmuls of two activations, as in a scan, are not layers
     extra = {"MatMulConstBOnly": True, "OpTypesToExcludeOutputQuantization": LAYERS}
     options = {"op_types_to_quantize": LAYERS, "per_channel": True, "reduce_range": True, "extra_options": extra}
-    # advice to prepare the file first, which is for models with many convolutions
+    # silence the advice to preprocess the file, which is for models with many convolutions
     logging.disable(logging.WARNING)
     try:
         if calibration is None:
@@ -59,14 +60,14 @@ def quantize(source: Path, target: Path, calibration: Iterator[np.ndarray] | Non
     finally:
         logging.disable(logging.NOTSET)
     quantized = onnx.load(target)
-    # without the quantizer's own, which is no JSON
+    # drop the quantizer's own metadata, which is not JSON
     quantized.ClearField("metadata_props")
     onnx.helper.set_model_props(quantized, properties)
     onnx.save(quantized, target)
 
 
 class _Reader:
-    """Batches in the form that the quantizer asks for."""
+    """Batches in the form that the quantizer expects."""
 
     def __init__(self, name: str, batches: Iterator[np.ndarray]) -> None:
         self.name, self.batches = name, batches
@@ -77,7 +78,7 @@ class _Reader:
 
 
 def open_images(folder: str | None, loaded: LoadedModel) -> Split:
-    """The images of a folder, by default the packaged digits; labelled -1 unless their classes are the model's."""
+    """The images of a folder, or of the packaged digits; labels are -1 unless the classes are the model's."""
     try:
         return open_validation(ImageSettings(folder or "digits"), loaded.class_names, loaded.aliases if folder else ())
     except ValueError:
@@ -90,7 +91,7 @@ def open_images(folder: str | None, loaded: LoadedModel) -> Split:
 
 
 def open_unlabelled(folder: str) -> Split:
-    """All images below a folder; a ValueError where there are none."""
+    """All images below a folder; a ValueError if there are none."""
     files = list_photos([folder])
     return _unlabelled(folder, files, len(files.paths))
 
@@ -100,29 +101,29 @@ def _unlabelled(name: str, source: Source, count: int) -> Split:
 
 
 def _some(split: Split) -> Split:
-    """A few images from all of a split."""
+    """Up to 128 images, spread evenly over a split."""
     return split.subset(np.unique(np.linspace(0, len(split) - 1, FEW).round().astype(int)))
 
 
 def calibration_batches(split: Split, loaded: LoadedModel) -> Iterator[np.ndarray]:
-    """A few images, as the model gets them."""
+    """Batches of up to 128 images in total, prepared for the model."""
     for batch in read_ahead(_some(split), loaded.spec, BATCH):
         if len(batch.targets):
             yield normalise(batch.images, loaded.spec).numpy()
 
 
 class Change(NamedTuple):
-    """What became of a model's answers; shares of the images are in percent."""
+    """How quantization changed a model's answers; shares of the images are in percent."""
 
     images: int
-    agreement: float  # images whose first class is the same
-    largest: float  # change of a probability, NaN if the file's answers are no numbers
+    agreement: float  # images whose top class is the same
+    largest: float  # change of a probability, NaN if the file answers with NaN
     accuracy: tuple[float, float] | None  # before and after, where the images have labels
 
 
 @torch.no_grad()
 def compare(loaded: LoadedModel, path: Path, split: Split) -> Change:
-    """A model with its quantized file, on every image that can be read."""
+    """Compare a model with its quantized file, on every readable image."""
     session = open_session(path)
     name = session.get_inputs()[0].name
     before, after, labels = [], [], []

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def load(kind: str, path: str):
-    """A function from images to logits, both as arrays."""
+    """A function from images to logits, both NumPy arrays."""
     if kind == "onnx":
         import onnxruntime
 
@@ -26,9 +26,9 @@ def load(kind: str, path: str):
 
 
 def main() -> None:
-    """Answer every array of images in INPUTS.npz, under the same name in OUTPUTS.npz."""
+    """Run the model on every array of images in INPUTS.npz, and save the logits under the same names in OUTPUTS.npz."""
     kind, path, inputs, outputs = sys.argv[1:]
-    # importing one of these now fails, as it does where they are not installed
+    # make importing any of these fail, as if it were not installed
     sys.modules.update(dict.fromkeys(["hgrn_vision", "timm"] + ["torch"] * (kind == "onnx")))
     run = load(kind, path)
     with np.load(inputs) as arrays:

@@ -1,4 +1,4 @@
-"""What `compare` shows while it runs: one line of progress, with the time that the whole study still takes."""
+"""What `compare` shows while it runs: one line of progress, with the time left for the whole study."""
 
 import math
 import sys
@@ -17,18 +17,18 @@ from ._console import SECONDS_BETWEEN_LINES
 
 
 class Pace:
-    """Estimates how long steps take: as measured for an arm that has run, else by its multiply-adds."""
+    """Estimates how long a step takes: measured if the arm has run, else in proportion to its multiply-adds."""
 
     def __init__(self, arms: Sequence[ArmPlan]) -> None:
         self.arms = {arm.arm.name: arm for arm in arms}
-        self.seconds: dict[str, float] = {}  # of a step
+        self.seconds: dict[str, float] = {}  # per step
 
     def _cost(self, name: str) -> float:
         arm = self.arms[name]
         return arm.config.batch_size * (1.0 if math.isnan(arm.multiply_adds) else arm.multiply_adds)
 
     def of(self, name: str) -> float:
-        """Seconds of a step; NaN while nothing is known."""
+        """Seconds per step; NaN while nothing has been measured."""
         if name in self.seconds:
             return self.seconds[name]
         if not self.seconds:
@@ -45,7 +45,7 @@ class StudyDisplay(StudyObserver):
         self.told = 0.0
 
     def timing(self, plan: Plan) -> None:
-        print(f"timing the steps of {len(plan.arms)} arms in turn, about a quarter of a minute each", flush=True)
+        print(f"timing the steps of {len(plan.arms)} arms in turn, about 15 seconds each", flush=True)
 
     def opened(self, plan: Plan, results: Sequence[RunResult]) -> None:
         self.plan, self.pace = plan, Pace(plan.arms)
@@ -55,7 +55,7 @@ class StudyDisplay(StudyObserver):
         done = {(result.arm, result.seed) for result in results}
         self.left = [arm for arm, seed in plan.runs if (arm.arm.name, seed) not in done]
         if results and self.left:
-            print(f"{len(results)} of {len(plan.runs)} runs were finished before")
+            print(f"{len(results)} of {len(plan.runs)} runs are already finished")
         total = sum(arm.steps for arm, _ in plan.runs)
         first = total - sum(arm.steps for arm in self.left)
         self.bar = tqdm(
@@ -78,13 +78,13 @@ class StudyDisplay(StudyObserver):
     def stepped(self, progress: Progress, loss: float, lr: float) -> None:
         now = time.monotonic()
         name = self.arm.arm.name
-        # evaluation takes its time too, so the clock runs on through it
+        # evaluation takes time too, so the clock keeps running through it
         self.pace.seconds[name] = (now - self.begin) / max(1, progress.updates - self.first)
         seconds = self.pace.of(name) * max(0, self.arm.steps - progress.updates)
         seconds += sum(self.pace.of(arm.arm.name) * arm.steps for arm in self.left)
         left = tqdm.format_interval(seconds)
         top1 = "" if math.isnan(self.top1) else f", top-1 {self.top1:.2f}"
-        text = f"{self.label}, loss {loss:.3f}{top1}, left {left} for the study"
+        text = f"{self.label}, loss {loss:.3f}{top1}, {left} left for the study"
         if not self.bar.disable:
             self.bar.n = self.before + progress.updates
             self.bar.set_postfix_str(text)
@@ -104,6 +104,6 @@ class StudyDisplay(StudyObserver):
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar, and leave it on the screen."""
         if self.bar is not None:
             self.bar.close()

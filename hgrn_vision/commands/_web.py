@@ -1,4 +1,4 @@
-"""The folder of `export --format web`: a page that runs the model, in the layout that transformers.js loads too."""
+"""The folder of `export --format web`: a page that runs the model, in a layout that transformers.js can load too."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from ..inference.pretrained import LoadedModel, packaged_models
 from ..report.web import Runtime, RuntimeFile, Site, describe_file, render_site
 from ..version import __version__
 
-INPUT = "pixel_values"  # the name that transformers.js gives to images
+INPUT = "pixel_values"  # transformers.js's name for the input images
 MODEL, SMALL_MODEL, LABELS, PAGE = "onnx/model.onnx", "onnx/model_quantized.onnx", "labels.json", "index.html"
 MODULE, WASM = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"
 # the hashes are those of the files in the npm package of this version
@@ -23,12 +23,12 @@ RUNTIME = Runtime(
     RuntimeFile(MODULE, 73054, "sha384-PLWz+nHEVHpjwBsO0YVdvQj6n5814Iv8E3b8FG0Rp/uIAtjFMCKOpP66iPzedrIG"),
     RuntimeFile(WASM, 14239897, "sha384-vjBJ1z7qrhkTyYsNqKeF6c7N+nOJSU94czEo+tvZcu8G75JparGq9kB+kTnEUNVM"),
 )
-# the filters that the page has, by Pillow's numbers, which transformers.js uses
+# the filters that the page supports, with Pillow's numbers, which transformers.js uses
 FILTERS = {"lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 
 
 def check_folder(folder: Path, force: bool) -> None:
-    """Refuse a folder that holds anything but, with --force, an earlier page."""
+    """Refuse a folder that is not empty; with --force, it may hold an earlier page."""
     if folder.is_file():
         raise ValueError(f"{folder} is a file, expected a new or empty folder")
     if not folder.is_dir() or not any(folder.iterdir()):
@@ -42,12 +42,12 @@ def check_folder(folder: Path, force: bool) -> None:
 
 
 def find_runtime(folder: str) -> Path:
-    """Where the files of onnxruntime-web are in its npm package."""
+    """The folder of onnxruntime-web's files inside its npm package."""
     for place in (Path(folder) / "dist", Path(folder)):
         if (place / MODULE).is_file() and (place / WASM).is_file():
             return place
     raise ValueError(
-        f"{folder} is not the npm package onnxruntime-web: no dist/{MODULE} and dist/{WASM} there; "
+        f"{folder} is not the npm package onnxruntime-web: it lacks dist/{MODULE} or dist/{WASM}; "
         f"npm install onnxruntime-web@{RUNTIME.version} puts it into node_modules/onnxruntime-web"
     )
 
@@ -57,28 +57,28 @@ def check_model(loaded: LoadedModel) -> None:
     channels, height, width = loaded.spec.input_size
     if channels != 3 or height != width:
         raise ValueError(
-            f"--format web is for square colour images; {loaded.name} takes {channels} channels of {height} x {width} "
+            f"--format web needs square colour images; {loaded.name} takes {channels} channels of {height} x {width} "
             "pixels (--img-size N makes them square)"
         )
     if loaded.spec.interpolation not in FILTERS or not 0 < loaded.spec.crop_pct <= 1:
         raise ValueError(
-            f"--format web resizes by {', '.join(FILTERS)} and crops at most the whole image; {loaded.name} asks for "
-            f"{loaded.spec.interpolation} and a crop of {loaded.spec.crop_pct}"
+            f"--format web supports {', '.join(FILTERS)} resizing and a crop_pct of at most 1; {loaded.name} needs "
+            f"{loaded.spec.interpolation} and {loaded.spec.crop_pct}"
         )
 
 
 def write_site(
     folder: Path, loaded: LoadedModel, title: str, worst: float, runtime: str | None, small: bool = False
 ) -> None:
-    """Write everything beside the two models, which are there already.
+    """Write everything except the two models, which are already there.
 
     Args:
-        folder: where onnx/ with the models is.
+        folder: the folder with the models in its onnx/.
         loaded: the model in these files.
         title: heading of the page.
-        worst: largest difference of the file's logits from the model's.
-        runtime: the npm package onnxruntime-web, to copy from; None to load it from its usual address.
-        small: let the page run the quantized model.
+        worst: largest difference between the logits of the file and of the model.
+        runtime: folder of the npm package onnxruntime-web, to copy from; None to load it from a CDN.
+        small: make the page run the quantized model.
     """
     model = SMALL_MODEL if small else MODEL
     for name, content in (
@@ -101,7 +101,7 @@ def write_site(
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Give a finished folder its name; an earlier one of that name stays until then."""
+    """Move a finished folder to its final name; an earlier folder there is kept until then."""
     old = new.with_name("old")
     if folder.exists():
         os.replace(folder, old)
@@ -127,7 +127,7 @@ def _pixels(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _preprocessor(loaded: LoadedModel) -> dict[str, Any]:
-    """How transformers.js prepares an image: the same, with the resizing of its platform."""
+    """How transformers.js prepares an image: the same way, but resized by its own platform."""
     pixels = _pixels(loaded)
     return {
         "image_processor_type": "ViTImageProcessor",
@@ -145,7 +145,7 @@ def _preprocessor(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _config(loaded: LoadedModel) -> dict[str, Any]:
-    """The model as transformers.js wants to be told of it, which loads by type; ViT's is one input and logits."""
+    """config.json for transformers.js, which loads models by type: a ViT has one input and returns logits."""
     names = loaded.class_names
     return {
         "architectures": ["ViTForImageClassification"],
@@ -171,19 +171,19 @@ def _card(folder: Path, loaded: LoadedModel, worst: float, model: str) -> list[t
         (
             "Images",
             f"{pixels['size']} × {pixels['size']} pixels: the shorter side is resized to {pixels['resize']} "
-            f"({pixels['interpolation']}), then the centre is taken",
+            f"({pixels['interpolation']}), then the centre is cropped out",
         ),
         (
             "Files",
             f"{MODEL}, {sizes[MODEL]:.1f} MB: float32, logits within {worst:.1e} of PyTorch's. "
-            f"{SMALL_MODEL}, {sizes[SMALL_MODEL]:.1f} MB: weights of 8 bits. This page runs {model}.",
+            f"{SMALL_MODEL}, {sizes[SMALL_MODEL]:.1f} MB: 8-bit weights. This page runs {model}.",
         ),
     ]
     return [row for row in rows if row]
 
 
 def _accuracy(log: Path) -> tuple[str, str] | None:
-    """What a run's log says of its best epoch."""
+    """The accuracy of a run's best epoch, from its log; None if there is no log."""
     if not log.is_file():
         return None
     with open(log, newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""`hgrn-vision bench`: our models against peers from timm, interleaved in one process, in PyTorch or in onnxruntime."""
+"""`hgrn-vision bench`: our models against timm's, interleaved in one process, in PyTorch or onnxruntime."""
 
 import argparse
 import csv
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 EXAMPLE = "hgrn-vision bench --sizes 224 384 --output runs/bench"
 MODELS = ["hgrn_deit_tiny_patch16_224", "hgrn_deit_small_patch16_224"]
 PEERS = ["deit_tiny_patch16_224", "deit_small_patch16_224"]
-RUNTIMES = {"torch": ("inference", "latency", "training"), "onnxruntime": ("inference", "latency")}  # what each can do
+RUNTIMES = {"torch": ("inference", "latency", "training"), "onnxruntime": ("inference", "latency")}  # and their tasks
 COLUMNS = {"task": 10, "size": 6, "batch": 6, "images/s": 10, "peer": 8, "ratio": 7, "share": 7, "MB": 7, "peer MB": 9}
 Step = Callable[[], object]
 
@@ -57,8 +57,8 @@ class Row:
     images_per_second: float
     peer_images_per_second: float
     ratio: float
-    share_of_matmuls: float  # time of the model's linear layers alone over the model's time; NaN in onnxruntime
-    memory_mb: float  # at the peak of a step, beyond what was held before it
+    share_of_matmuls: float  # time of the model's linear layers alone, over the model's time; NaN in onnxruntime
+    memory_mb: float  # peak during a step, beyond what was in use before it
     peer_memory_mb: float
     ns_per_pixel: float
     bytes_per_pixel: float
@@ -66,18 +66,23 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--models", nargs="+", metavar="NAME", default=MODELS, help="models to measure, such as NAME,local_conv=3"
+        "--models", nargs="+", metavar="NAME", default=MODELS, help="models to measure: NAME or NAME,local_conv=3"
     )
     parser.add_argument("--peers", nargs="+", metavar="NAME", default=PEERS, help="the timm model to compare each with")
-    parser.add_argument("--sizes", nargs="+", type=int, metavar="PIXELS", default=[224, 384, 512, 768, 1024])
     parser.add_argument(
-        "--batch", nargs="+", type=int, metavar="N", help="images per batch for each size [in proportion to 32 at 224]"
+        "--sizes", nargs="+", type=int, metavar="PIXELS", default=[224, 384, 512, 768, 1024], help="image sides"
     )
-    parser.add_argument("--tasks", nargs="+", choices=RUNTIMES["torch"], help="what to time [all that the runtime can]")
     parser.add_argument(
-        "--runtime", choices=RUNTIMES, default="torch", help="onnxruntime: models as ONNX files, on CPUs [torch]"
+        "--batch", nargs="+", type=int, metavar="N", help="batch size for each image size [as many pixels as 32 at 224]"
     )
-    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="seconds to spend on each line [6]")
+    parser.add_argument("--tasks", nargs="+", choices=RUNTIMES["torch"], help="what to time [all the runtime supports]")
+    parser.add_argument(
+        "--runtime",
+        choices=RUNTIMES,
+        default="torch",
+        help="onnxruntime: run ONNX files, on CPUs [torch]",
+    )
+    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="seconds to spend per line [6]")
     parser.add_argument("--device", help="torch device [cuda, else cpu]")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights [float32]"
@@ -112,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     _write_table(table, rows)
     with open_output(chart, binary=True) as file:
         file.write(to_png(speed_chart([asdict(row) for row in rows if row.task != "latency"])))
-    print("share: time of the linear layers alone, as part of the model's; MB: memory at the peak of a step")
+    print("share: time of the linear layers alone, as a share of the model's; MB: peak memory of a step")
     print(f"table: {table}\nchart: {chart}")
     return 0
 
@@ -122,7 +127,9 @@ def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
         _parse(name)
     peers = args.peers * len(args.models) if len(args.peers) == 1 else args.peers[: len(args.models)]
     if len(peers) < len(args.models):
-        raise ValueError(f"{len(args.models)} models need as many --peers, or one for all; got {len(args.peers)}")
+        raise ValueError(
+            f"{len(args.models)} models need {len(args.models)} --peers, or one for all; got {len(args.peers)}"
+        )
     if min(args.sizes) < 1 or args.seconds <= 0 or (args.threads or 1) < 1:
         raise ValueError("--sizes, --seconds and --threads must be positive")
     if args.runtime == "onnxruntime":
@@ -133,14 +140,14 @@ def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
         raise ValueError("--device cuda: this machine has no GPU that PyTorch can use")
     tasks = args.tasks or RUNTIMES[args.runtime]
     if not set(tasks) <= set(RUNTIMES[args.runtime]):
-        raise ValueError(f"--runtime {args.runtime} runs trained models: --tasks {' '.join(RUNTIMES[args.runtime])}")
+        raise ValueError(f"--runtime {args.runtime} cannot train; use --tasks {' '.join(RUNTIMES[args.runtime])}")
     batches = args.batch or [max(1, int(32 * (224 / size) ** 2)) for size in args.sizes]
     if len(batches) != len(args.sizes) or min(batches) < 1:
         raise ValueError(f"--batch needs one positive number for each of the {len(args.sizes)} sizes")
     shapes = list(zip(args.sizes, batches, strict=True))
     settings = []
     for (name, peer), task in itertools.product(zip(args.models, peers, strict=True), tasks):
-        # the latency is that of one image of the first size
+        # latency is measured for one image of the first size
         for size, batch in [(args.sizes[0], 1)] if task == "latency" else shapes:
             settings.append((name, peer, task, size, batch))
     return settings
@@ -153,7 +160,7 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
     if not timm.is_model(name):
         raise ValueError(f"unknown model {name!r}; `hgrn-vision models` and timm.list_models() list the known ones")
     if settings:
-        raise ValueError(f"{text}: {min(settings)} is a setting of training, not an argument of a model's constructor")
+        raise ValueError(f"{text}: {min(settings)} is a training setting, not a constructor argument of the model")
     return name, arguments
 
 
@@ -162,7 +169,7 @@ def _device(args: argparse.Namespace) -> str:
 
 
 def _engine(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> str:
-    """Who computes."""
+    """What runs the models."""
     if args.runtime == "torch":
         return f"{choose(device, dtype)} backend"
     import onnxruntime
@@ -185,26 +192,26 @@ def measure(name: str, peer: str, task: str, size: int, batch: int, device, dtyp
 def measure_onnx(
     name: str, peer: str, task: str, size: int, batch: int, folder: Path, threads: int, seconds: float
 ) -> Row:
-    """Time the ONNX files of a model and its peer in turn; the files are kept in a folder for the next call."""
+    """Time the ONNX files of a model and its peer in turn; the files stay in `folder` for the next call."""
     files = [_onnx_file(model, size, folder) for model in (name, peer)]
     images, cpu = torch.randn(batch, 3, size, size).numpy(), torch.device("cpu")
-    # sessions that keep memory would need none for the step that is measured
+    # a session that keeps its memory would allocate none in the step that is measured
     memory = [peak_memory(onnx_step(open_session(file, threads, keep_memory=False), images), cpu) for file in files]
     times = best_times([onnx_step(open_session(file, threads), images) for file in files], cpu, seconds)
     return _row("onnxruntime", name, peer, task, size, batch, [*times, math.nan], memory)
 
 
 def _onnx_file(name: str, size: int, folder: Path) -> Path:
-    """A model for images of one size: ours by our own exporter, others by timm's."""
+    """The ONNX file of a model for images of one size, from our own exporter or, for other models, from timm's."""
     path = folder / f"{name}-{size}.onnx"
     if path.exists():
         return path
     model = _create(name, size, exportable=True).eval()
     with warnings.catch_warnings():
-        # PyTorch's notes to its own developers
+        # deprecation notes from within PyTorch
         warnings.simplefilter("ignore")
         if hasattr(model, "recurrences"):
-            # one size for both: timm's exporter fixes it too
+            # a fixed size for both: timm's exporter fixes it too
             model.dynamic_img_size = False
             spec, classes = resolve_spec(model, img_size=size), [str(i) for i in range(model.num_classes)]
             write_onnx(LoadedModel(name, model, classes, spec, torch.device("cpu"), {}), path)
@@ -216,7 +223,7 @@ def _onnx_file(name: str, size: int, folder: Path) -> Path:
 def _row(
     runtime: str, name: str, peer: str, task: str, size: int, batch: int, times: list[float], memory: list[float]
 ) -> Row:
-    """From the seconds of the model, its peer and its matmuls, and the bytes of the first two."""
+    """A row from the seconds of the model, its peer and its matmuls, and the bytes of the first two."""
     time_ours, time_theirs, time_matmuls = times
     return Row(
         runtime=runtime,
@@ -241,7 +248,7 @@ def _create(name: str, size: int, **more: Any) -> nn.Module:
     try:
         return timm.create_model(model, img_size=size, **arguments, **more)
     except TypeError as error:
-        # a network without position embeddings has no such argument
+        # models that work at any size need no such argument
         if "'img_size'" not in str(error):
             raise ValueError(f"{name}: {error}") from error
         return timm.create_model(model, **arguments, **more)
@@ -263,7 +270,7 @@ def onnx_step(session: "InferenceSession", images: np.ndarray) -> Step:
 
 
 def training_step(model: nn.Module, images: torch.Tensor) -> Step:
-    """Forward, backward and AdamW on random labels."""
+    """Forward, backward and an AdamW update; every label is class 0."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
@@ -277,7 +284,7 @@ def training_step(model: nn.Module, images: torch.Tensor) -> Step:
 
 
 def matmuls_step(model: nn.Module, images: torch.Tensor, backward: bool) -> Step:
-    """The model's linear layers and convolutions alone, on inputs of the same shapes: the limit of its speed."""
+    """The model's linear layers and dense convolutions alone, on inputs of the same shapes: a limit to its speed."""
     matmuls, inputs = [], {}
 
     def record(layer, args):
@@ -286,7 +293,7 @@ def matmuls_step(model: nn.Module, images: torch.Tensor, backward: bool) -> Step
         matmuls.append((layer, inputs[shape]))
 
     kinds = (nn.Linear, nn.Conv2d)
-    # a depthwise convolution is no matmul
+    # a depthwise convolution is not a matmul
     layers = [m for m in model.modules() if isinstance(m, kinds) and getattr(m, "groups", 1) == 1]
     hooks = [layer.register_forward_pre_hook(record) for layer in layers]
     with torch.no_grad():
@@ -310,7 +317,7 @@ def matmuls_step(model: nn.Module, images: torch.Tensor, backward: bool) -> Step
 
 
 def best_times(steps: list[Step], device: torch.device, seconds: float) -> list[float]:
-    """The shortest time of each step, run in turn until the time is used up, at least three times."""
+    """The shortest time of each step; steps take turns until the time is used up, at least three times each."""
     best = [math.inf] * len(steps)
     for step in steps:
         step()
@@ -332,8 +339,8 @@ def _synchronize(device: torch.device) -> None:
 
 
 def peak_memory(step: Step, device: torch.device) -> float:
-    """Bytes at the peak of a step beyond what was held before it; NaN where the system does not report it."""
-    step()  # what stays after a step, such as the optimizer's state, is there now
+    """Peak bytes of a step, beyond what was in use before it; NaN if the system does not report it."""
+    step()  # allocates what outlives a step, such as the optimizer's state
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -341,7 +348,7 @@ def peak_memory(step: Step, device: torch.device) -> float:
         step()
         return torch.cuda.max_memory_allocated(device) - held
     try:
-        # give freed memory back to the system and restart its peak count
+        # return freed memory to the system and reset its peak count
         cpu_block.release_memory()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")

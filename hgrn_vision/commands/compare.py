@@ -21,17 +21,17 @@ EXAMPLE = 'hgrn-vision compare photos/ --arms hgrn_deit_tiny "no bound=hgrn_deit
 YAML = (".yaml", ".yml")
 OWN = ("arms", "seeds", "sizes", "sequence", "minutes_per_run", "modules")
 SHOWN = {
-    "recipe": "named preset [paper where DATA is given, else digits]",
-    "model": "of arms that name settings alone [hgrn_deit_tiny]",
+    "recipe": "named preset [paper if DATA is given, else digits]",
+    "model": "model of arms that only name settings [hgrn_deit_tiny]",
     "model_args": "constructor arguments of all arms",
     "img_size": "side of the images [the model's own]",
-    "holdout": "share held out where DATA has no val folder",
+    "holdout": "share to hold out if DATA has no val folder",
     "epochs": "passes over the training images",
     "epoch_steps": "end each epoch after this many steps",
-    "batch_size": "images in a step",
-    "micro_batch": "images in one forward pass",
+    "batch_size": "images per step",
+    "micro_batch": "images per forward pass",
     "lr": "peak learning rate",
-    "device": "cpu, cuda, ... [a GPU where there is one]",
+    "device": "cpu, cuda, ... [a GPU if there is one]",
     "threads": "CPU threads [torch's choice]",
 }
 
@@ -43,27 +43,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help="a study as .yaml, and images as for train; the packaged digits without any",
+        help="a study file (.yaml), images as for train, or both; without images: the packaged digits",
     )
     parser.add_argument(
-        "--arms", nargs="+", metavar="ARM", help="[NAME=]MODEL[,KEY=VALUE...]: constructor arguments, settings of train"
+        "--arms",
+        nargs="+",
+        metavar="ARM",
+        help="[NAME=]MODEL[,KEY=VALUE...]; keys are constructor arguments or settings of train",
     )
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, metavar="S", help="one run of each arm for each (default 0 1 2)"
-    )
-    parser.add_argument("--output", metavar="STUDY", help="folder of the study; one in it is continued")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="S", help="run every arm once per seed (default 0 1 2)")
+    parser.add_argument("--output", metavar="STUDY", help="study folder; a study in it is continued")
     parser.add_argument(
         "--minutes-per-run",
         type=float,
         metavar="M",
-        help="equal time instead of equal steps: steps that fit, timed first",
+        help="train for equal time, not equal steps: steps are timed first, and each arm gets as many as fit",
     )
     parser.add_argument(
         "--sizes",
         nargs="+",
         type=at_least_one,
         metavar="N",
-        help="also evaluate at these image sizes, without training",
+        help="also evaluate at these image sizes, without further training",
     )
     parser.add_argument("--sequence", action="store_true", default=None, help="one token per pixel, one grey channel")
     parser.add_argument("--modules", nargs="+", metavar="FILE", help="Python files that register models with timm")
@@ -77,19 +78,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def resolve(args: argparse.Namespace) -> tuple[Study, str]:
-    """The study and its folder: the file's, then the flags'."""
+    """The study and its folder, from the file and the flags; flags take precedence."""
     content = _content(args.inputs)
     content |= {name: value for name in OWN if (value := getattr(args, name)) is not None}
     content |= given_settings(args)
     output = args.output or content.pop("output", None)
     content.pop("output", None)
     if not output and not args.plan:
-        raise ValueError("where to? --output STUDY names the folder of the study")
+        raise ValueError("--output STUDY is missing: the folder of the study")
     return study_from_mapping(content), str(output or "")
 
 
 def _content(inputs: list[str]) -> dict[str, Any]:
-    """The study file, if one was given, with the data given beside it."""
+    """The contents of the study file, if there is one, with DATA if it was given."""
     files = [text for text in inputs if text.endswith(YAML)]
     data = [text for text in inputs if text not in files]
     if len(files) > 1 or len(data) > 1:
@@ -101,14 +102,14 @@ def _content(inputs: list[str]) -> dict[str, Any]:
 def _compare(args: argparse.Namespace) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            "a study runs in one process; on many GPUs, start studies side by side, each with its --device"
+            "a study runs in one process; to use several GPUs, start several studies, each with its own --device"
         )
     study, output = resolve(args)
     plan = make_plan(study)
     if args.plan:
         _show_plan(plan)
         return 0
-    # refused before anything is said
+    # refuse before anything is printed
     check_record(Path(output), describe_study(study, {a.arm.name: a.config for a in plan.arms}, plan.images))
     _show_plan(plan)
     command = shlex.join(["hgrn-vision", *sys.argv[1:]])
@@ -130,7 +131,7 @@ def _show_plan(plan: Plan) -> None:
         f"{images['validation']:,} held-out images of {images['classes']} classes"
     )
     width = max(3, *(len(arm.arm.name) for arm in plan.arms))
-    print(f"{'arm':<{width}}  {'parameters':>10}  {'multiply-adds':>13}  {'images':>6}  steps of a run")
+    print(f"{'arm':<{width}}  {'parameters':>10}  {'multiply-adds':>13}  {'images':>6}  steps per run")
     for arm in plan.arms:
         steps = f"{plan.study.minutes_per_run:g} minutes" if plan.study.minutes_per_run else f"{arm.steps:,}"
         cost = spell_count(arm.multiply_adds)

@@ -13,7 +13,7 @@ EXAMPLE = "hgrn-vision digits digits/"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
-    parser.add_argument("folder", help="gets train/0 to train/9 and val/0 to val/9, divided as for `hgrn-vision train`")
+    parser.add_argument("folder", help="new folder, gets train/0 to val/9; split as in `hgrn-vision train`")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
     if folder.exists():
         raise ValueError(f"{folder} already exists; choose another name")
-    # the validation part is what the demo run holds out too, so that nothing trained on the digits has seen it
+    # the same validation images as in the demo run, so that no run on the digits has trained on them
     train, validation = open_splits(ImageSettings("digits", holdout=RECIPES["digits"].settings["holdout"]))
     with whole_folder(folder) as temporary:
         for name, split in (("train", train), ("val", validation)):

@@ -1,4 +1,4 @@
-"""`hgrn-vision distill`: a small model learns from photographs without labels what a good model sees in them."""
+"""`hgrn-vision distill`: train a small model on photographs without labels to answer like a good model."""
 
 import argparse
 import contextlib
@@ -22,31 +22,31 @@ SHOWN = {
     "model": "timm model of the student [hgrn_deit_tiny]",
     "pretrained": "start from the student's published weights",
     "img_size": "side of the student's images at the end [84]",
-    "first_sizes": "smaller sides first: 56x8,70x4 is 8 epochs at 56, 4 at 70",
+    "first_sizes": "start smaller: 56x8,70x4 is 8 epochs at 56, 4 at 70",
     "teacher_size": "side of the teacher's images [its own]",
-    "distill": "logits, features (maps of both), or both [logits]",
+    "distill": "match logits, feature maps, or both [logits]",
     "distill_temperature": "softmax temperature of the logits [1]",
     "classes": "file of class names, for teachers that have none",
     "holdout": "share of the photographs to validate on [0.01]",
-    "pack": "side of the decoded photographs kept; 0 reads the files",
-    "cache": "folder for them [photo-cache beside the run]",
-    "views": "fixed crops of each photograph, answers kept [0: new ones]",
+    "pack": "side of the cached, decoded photographs; 0: no cache",
+    "cache": "folder of that cache [photo-cache beside the run]",
+    "views": "fixed crops per photo, answers kept [0: new crops]",
     "epochs": "passes over the photographs [30]",
     "epoch_steps": "end each epoch after this many steps",
     "batch_size": "images per step [256]",
     "lr": "peak learning rate [5e-3]",
-    "device": "cpu, cuda, ... [a GPU where there is one]",
+    "device": "cpu, cuda, ... [a GPU if there is one]",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that matter here; most others of `train` are taken too."""
+    """The flags that matter here; most other flags of `train` work too."""
     parser.usage = "%(prog)s PHOTOS [PHOTOS ...] --teacher MODEL --output RUN [--SETTING VALUE ...]"
     parser.add_argument(
         "photos", nargs="+", metavar="PHOTOS", help="folders of images, at any depth; no classes needed"
     )
     parser.add_argument(
-        "--teacher", required=True, metavar="MODEL", help="timm name, local-dir:, hf-hub:, a run, an .onnx file"
+        "--teacher", required=True, metavar="MODEL", help="timm name, local-dir:, hf-hub:, run, or .onnx file"
     )
     parser.add_argument("--output", metavar="RUN", required=True, help="run folder; a run in it is continued")
     parser.add_argument(
@@ -55,23 +55,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="labelled images, in sub-folders named after the teacher's classes",
     )
-    parser.add_argument("--config", metavar="YAML", help="settings in a file, all of `hgrn-vision train`")
+    parser.add_argument("--config", metavar="YAML", help="settings file; any setting of `hgrn-vision train`")
     parser.add_argument("--allow-change", action="store_true", help="continue a run with other settings")
     add_setting_flags(parser, leave_out=NOT_HERE, shown=SHOWN)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Distil; 0 when done or stopped on request, 3 when the run diverged."""
+    """Distil; 0 if finished or stopped on request, 3 if the run diverged."""
     return exit_code("distill", lambda: _distill(args))
 
 
 def resolve(args: argparse.Namespace) -> TrainConfig:
-    """The settings: the recipe's, then the file's, then the flags'."""
+    """The settings from the recipe, the file and the flags; later ones take precedence."""
     given = {**(read_yaml(args.config) if args.config else {}), **given_settings(args)}
     cache = given.get("cache") or os.path.join(os.path.dirname(os.path.abspath(args.output)), "photo-cache")
     settings = {**DISTILL.settings, **given, "cache": cache, "recipe": "distill"}
     if "pack" not in given:
-        # a random crop needs some more than it leaves
+        # a margin for random crops
         settings["pack"] = round(1.125 * max(settings["img_size"], settings.get("teacher_size") or 0) / 8) * 8
     return from_mapping(settings)
 
@@ -79,7 +79,7 @@ def resolve(args: argparse.Namespace) -> TrainConfig:
 def _distill(args: argparse.Namespace) -> int:
     output = Path(args.output)
     if output.is_dir() and any(output.iterdir()) and not (output / "checkpoints").is_dir():
-        raise ValueError(f"{output} is not empty and holds no run; give another --output")
+        raise ValueError(f"{output} is not empty and is not a run; give another --output")
     config = resolve(args)
     with contextlib.closing(Display()) as display:
         command = shlex.join(["hgrn-vision", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""`hgrn-vision doctor`: what this machine has, which backend it would use and whether that computes correctly."""
+"""`hgrn-vision doctor`: what this machine has, which backend it would use, and whether the backends are correct."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from ..scan import hgru_scan
 from ..train.environment import versions
 
 EXAMPLE = "hgrn-vision doctor"
-# largest error over largest value, of the result and of every gradient, against the float64 reference
+# largest error divided by largest value, of the output and of every gradient, against the float64 reference
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 HOMES = {"triton": "cuda", "cpu": "cpu"}  # the devices of the backends that have kernels
 LEAST_SPACE = 2**30  # bytes
@@ -26,7 +26,7 @@ LEAST_SPACE = 2**30  # bytes
 
 @dataclass
 class Diagnosis:
-    """What was found: what stops the package from working, and what would make it faster."""
+    """The findings: what keeps the package from working, and what would make it faster."""
 
     problems: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings and what to do; 1 if anything has to be done."""
+    """Print the findings and what to do about them; 1 if there is a problem."""
     diagnosis = Diagnosis()
     _print("versions", ", ".join(f"{name} {version}" for name, version in _versions().items()))
     threads = f"{os.cpu_count()} CPUs, {torch.get_num_threads()} of them for torch"
@@ -82,7 +82,7 @@ def find_devices(diagnosis: Diagnosis) -> dict[torch.device, str]:
     if torch.backends.mps.is_available():
         devices[torch.device("mps")] = "Apple GPU"
     if len(devices) == 1 and shutil.which("nvidia-smi"):
-        diagnosis.advice.append("there is an NVIDIA driver, but this torch sees no GPU: install torch built for CUDA")
+        diagnosis.advice.append("there is an NVIDIA driver, but torch sees no GPU: install a CUDA build of torch")
     return devices
 
 
@@ -115,7 +115,7 @@ def describe_choice(device: torch.device, diagnosis: Diagnosis) -> str:
 
 
 def describe_compiler() -> list[str]:
-    """The C compiler of the cpu backend and the folder that keeps what it makes."""
+    """The C compiler for the cpu backend, and the folder that caches what it builds."""
     try:
         command, version = cpu_build.compiler()
         folder = cpu_build.cache_folder()
@@ -123,12 +123,12 @@ def describe_compiler() -> list[str]:
         return [f"none: {error}"]
     text = f"{' '.join(command)}: {version.strip().splitlines()[0]}"
     if folder is None:
-        return [text, "cache: none that only this user can write to, so every process builds the kernels"]
+        return [text, "cache: none (no folder that only this user can write to), so every process builds the kernels"]
     return [text, f"cache: {folder}, {len(list(folder.glob('*.so')))} libraries"]
 
 
 def self_tests(devices: list[torch.device], diagnosis: Diagnosis) -> list[str]:
-    """One line for each backend: the largest error against the reference, or why it was not run."""
+    """One line per backend and device: the largest error against the reference, or why it was not run."""
     lines = []
     for backend in BACKENDS[1:]:
         able = [device for device in devices if device.type == HOMES.get(backend, device.type)]
@@ -166,7 +166,7 @@ def _test_backend(backend: str, device: torch.device, diagnosis: Diagnosis) -> s
 def scan_error(backend: str, device: torch.device, dtype: torch.dtype) -> float:
     """Largest relative error of the scans' results and gradients against the float64 reference."""
     generator = torch_generator(0)
-    # more than two chunks of tokens, and no whole number of vectors
+    # more than two chunks of tokens, and not a whole number of vectors
     B, T, D, K = 2, 150, 40, 2
     grids = None, (10, 15)
     x = torch.randn(B, T, 5 * D, generator=generator).to(dtype)
@@ -202,7 +202,7 @@ def describe_space(diagnosis: Diagnosis) -> list[str]:
 
 
 def available_memory() -> int | None:
-    """Bytes that programs can still get without swapping; None where the system does not say."""
+    """Bytes that programs can still allocate without swapping; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument(
-        "data", help="folder with one sub-folder per class (or val/ in it), .tar, .csv of file,label, or digits"
+        "data", help="folder with one sub-folder per class (or with val/), .tar, .csv of file,label, or digits"
     )
     parser.add_argument("--output", metavar="FOLDER", help=f"write {', '.join(FILES)} there")
     parser.add_argument("--force", action="store_true", help="overwrite these files")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="only the share of DATA that a run with this --holdout held out",
+        help="evaluate only the share of DATA that a run with this --holdout held out",
     )
     add_inference_arguments(parser)
 
@@ -90,13 +90,13 @@ def _print_summary(metrics: Metrics, class_names: list[str]) -> None:
 
 
 def _headline(metrics: Metrics) -> dict[str, Any]:
-    """The figures of the whole set."""
+    """The figures for the whole set."""
     names = ("top1", "top5", "macro_recall", "macro_f1", "calibration_error")
     return {"images": metrics.images, **{name: round(getattr(metrics, name), 4) for name in names}}
 
 
 def write_files(folder: Path, metrics: Metrics, evaluation: Evaluation, split: Split) -> None:
-    """The five files of an evaluation."""
+    """Write the five files of an evaluation."""
     names = split.class_names
     with open_output(folder / "metrics.json") as file:
         json.dump({**_headline(metrics), "unreadable": len(evaluation.bad), "classes": len(names)}, file, indent=2)
@@ -128,7 +128,7 @@ def _prediction_rows(evaluation: Evaluation, split: Split) -> Iterable[list[Any]
 
 
 def _cell(percent: float) -> str:
-    """A share from 0 to 1, which is what classes.csv holds."""
+    """A percentage as a fraction, as classes.csv has it; empty for NaN."""
     return "" if np.isnan(percent) else f"{percent / 100:.6g}"
 
 

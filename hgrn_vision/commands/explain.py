@@ -1,4 +1,4 @@
-"""`hgrn-vision explain`: forget gates, token mixing and the evidence for the answer, drawn for a model and images."""
+"""`hgrn-vision explain`: draw a model's forget gates, token mixing and evidence for its answers."""
 
 import argparse
 import csv
@@ -36,18 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         default="explanation",
         metavar="FOLDER",
-        help="where index.html, PNGs and gates.csv go (explanation)",
+        help="folder for index.html, PNGs and gates.csv (default: explanation)",
     )
     parser.add_argument(
-        "--layers", type=at_least_one, nargs="+", metavar="N", help="layers whose token mixing is drawn, from 1"
+        "--layers", type=at_least_one, nargs="+", metavar="N", help="layers to draw token mixing for, counted from 1"
     )
-    parser.add_argument("--class", dest="label", metavar="NAME", help="evidence for this class (default: the answer)")
+    parser.add_argument("--class", dest="label", metavar="NAME", help="show evidence for this class (default: top-1)")
     parser.add_argument(
         "--steps", type=at_least_one, default=64, metavar="N", help="gradients averaged for each map (default 64)"
     )
-    parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the model's input (as trained)")
+    parser.add_argument(
+        "--img-size", type=at_least_one, metavar="N", help="side of the model's input (default: as trained)"
+    )
     parser.add_argument("--max-pixels", type=at_least_one, default=MAX_PIXELS, metavar="N", help="refuse larger images")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU where there is one)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU if there is one)")
     parser.add_argument("--force", action="store_true", help="overwrite files in the folder")
 
 
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     inputs = [_read(loaded, path, args.max_pixels) for path in paths]
 
     statistics, images = GateStatistics(), []
-    # no bar without a terminal: there the line of each image shows the progress
+    # without a terminal there is no bar: the line printed for each image shows the progress
     with tqdm(inputs, unit="image", disable=None) as progress:
         for path, name, tensor in zip(paths, names, progress, strict=True):
             image = explain_image(loaded, tensor, printable(path), layers, target, args.steps, statistics)
@@ -152,7 +154,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _file_names(paths: list[str]) -> list[str]:
-    """A short name for the files of each image, made unique by a number."""
+    """A short base name for each image's files, made unique by a number."""
     digits = len(str(len(paths)))
     stems = ["".join(c if c.isalnum() or c in "-_." else "_" for c in Path(path).stem[:40]) for path in paths]
     return [f"{i:0{digits}d}-{stem}" for i, stem in enumerate(stems, start=1)]
@@ -182,7 +184,7 @@ def _class_number(loaded: LoadedModel, label: str | None) -> int | None:
         return None
     if label not in loaded.class_names:
         known = ", ".join(loaded.class_names[:10]) + (", ..." if len(loaded.class_names) > 10 else "")
-        raise ValueError(f"--class {label!r}: {loaded.name} knows the classes {known}")
+        raise ValueError(f"--class {label!r} is not a class of {loaded.name}; its classes are {known}")
     return loaded.class_names.index(label)
 
 
@@ -194,6 +196,6 @@ def _read(loaded: LoadedModel, path: str, max_pixels: int) -> torch.Tensor:
 
 
 def _pixels(loaded: LoadedModel, tensor: torch.Tensor) -> np.ndarray:
-    """The model's input as pixels again, (H, W, 3)."""
+    """The model's input converted back to pixels, (H, W, 3)."""
     pixels = (unnormalise(tensor, loaded.spec) * 255).round().clamp(0, 255).byte()
     return pixels.expand(3, -1, -1).permute(1, 2, 0).cpu().numpy()

@@ -1,4 +1,4 @@
-"""`hgrn-vision export`: a model in plain operators, for use without this package: one file, or a web page."""
+"""`hgrn-vision export`: write a model in standard operators, for use without this package: a file or a web page."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ METADATA = "metadata.json"
 
 
 class Format(NamedTuple):
-    """A kind of file."""
+    """An export format."""
 
     suffix: str
     needs: tuple[str, ...]
@@ -37,21 +37,21 @@ class Format(NamedTuple):
 
 
 def write_pt2(loaded: LoadedModel, path: Path) -> None:
-    """A program of torch.export, for torch.export.load; the metadata are an extra file."""
+    """Write a program for torch.export.load; the metadata are an extra file in it."""
     program = trace(loaded)
     for node in program.graph.nodes:
-        # contains paths of this machine
+        # stack traces contain paths of this machine
         node.meta.pop("stack_trace", None)
     torch.export.save(program, path, extra_files={METADATA: json.dumps(describe(loaded))})
 
 
 def write_torchscript(loaded: LoadedModel, path: Path) -> None:
-    """A module for torch.jit.load and libtorch; the metadata are an extra file."""
+    """Write a module for torch.jit.load and libtorch; the metadata are an extra file in it."""
     torch.jit.script(loaded.model).save(str(path), _extra_files={METADATA: json.dumps(describe(loaded))})
 
 
 def write_web(loaded: LoadedModel, folder: Path) -> None:
-    """The model of a page; the rest is written once the model is known to be right."""
+    """Write the model of a page; the rest follows once the model has been checked."""
     (folder / _web.MODEL).parent.mkdir(parents=True)
     write_onnx(loaded, folder / _web.MODEL, _web.INPUT)
 
@@ -67,69 +67,70 @@ FORMATS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
     parser.add_argument("model", help=MODEL_HELP)
-    parser.add_argument("--format", choices=FORMATS, default="onnx", help="file format (default onnx); web: a page")
-    parser.add_argument("--output", metavar="PATH", help="output file or page folder (default: the model's name)")
+    parser.add_argument("--format", choices=FORMATS, default="onnx", help="file format, or web: a page (default onnx)")
+    parser.add_argument(
+        "--output", metavar="PATH", help="output file, or folder of the page (default: the model's name)"
+    )
     parser.add_argument("--img-size", type=at_least_one, metavar="N", help="side of the images (default: as trained)")
     parser.add_argument(
         "--fixed-size",
         action="store_true",
-        help="take images of this size only, still any number of them: a smaller graph",
+        help="take only images of this size, in batches of any size; makes the graph smaller",
     )
     parser.add_argument("--force", action="store_true", help="overwrite the file, or an earlier page")
-    parser.add_argument("--int8", action="store_true", help="onnx, web: weights of 8 bits, checked on images")
-    parser.add_argument(
-        "--calibrate", metavar="FOLDER", help="with --int8: fix the ranges of activations on these images"
-    )
+    parser.add_argument("--int8", action="store_true", help="onnx, web: quantize to 8 bits, and show what that changes")
+    parser.add_argument("--calibrate", metavar="FOLDER", help="with --int8: fix activation ranges on these images")
     parser.add_argument(
         "--check",
         metavar="FOLDER",
-        help="with --int8: images to check on, and accuracy where sub-folders are classes (default: those of "
-        "--calibrate, else packaged digits)",
+        help="with --int8: images to compare answers on, and accuracy if sub-folders are the model's classes "
+        "(default: those of --calibrate, else the packaged digits)",
     )
     parser.add_argument(
         "--runtime",
         metavar="FOLDER",
-        help="web: copy onnxruntime-web from its npm package, for use without a network (default: load it from a CDN)",
+        help="web: copy onnxruntime-web from its npm package, for offline use (default: load it from a CDN)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export and check; the file gets its name only if it answers as the model does."""
+    """Export and check; the file is kept only if it gives the model's answers."""
     kind, web = FORMATS[args.format], args.format == "web"
     check_installed(f"--format {args.format}", kind.needs)
     _check_int8(args)
     path = Path(args.output or default_name(args.model) + ("-int8" if args.int8 and not web else "") + kind.suffix)
     if args.format == "pt2" and path.suffix != kind.suffix:
-        raise ValueError(f"PyTorch loads pt2 files only by a name that ends in .pt2, got {path}")
+        raise ValueError(f"PyTorch only loads pt2 files whose name ends in .pt2, got {path}")
     _check_output(path, args)
     loaded = load_model(args.model, "cpu", args.img_size, exportable=True)
     if not hasattr(loaded.model, "recurrences"):
         raise ValueError(f"{loaded.name} is not an HGRN model; timm has export scripts for its own")
     if args.fixed_size:
         loaded.model.dynamic_img_size = False
-    # fails here, with the model's own message, if the model refuses this size
+    # if the model refuses this size, its own error message appears here
     loaded.model(torch.zeros(1, *loaded.spec.input_size))
     if web:
         _web.check_model(loaded)
-    # a folder without images is found now, not after the export
+    # report a folder without images now, not after the export
     images = _quantize.open_images(args.check or args.calibrate, loaded) if args.int8 else None
     calibration = _quantize.open_unlabelled(args.calibrate) if args.calibrate else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    # a folder beside the file, since archives store the name under which they were created
+    # in a temporary folder under the final name, since archives store the name under which they were created
     with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
         partial = Path(folder) / path.name
         print(f"exporting {loaded.name} to {path}; this may take a minute or two", flush=True)
         with warnings.catch_warnings():
-            # PyTorch's notes to its own developers, and its advice to use torch.export instead of TorchScript
+            # deprecation notes from within PyTorch, and its advice to use torch.export instead of TorchScript
             warnings.simplefilter("ignore")
             kind.write(loaded, partial)
-        # against the model as everyone uses it, not the variant of plain operators that was exported
+        # compare with the model as it is normally loaded, not with the exportable variant
         reference = load_model(args.model, "cpu", args.img_size)
         reference.model.dynamic_img_size = loaded.model.dynamic_img_size
         exact = partial / _web.MODEL if web else partial
         worst = largest_difference(reference, "onnx" if web else args.format, exact)
         if not worst <= TOLERANCE:
-            print(f"hgrn-vision export: differs by {worst:.1e} from the model, no file was written", file=sys.stderr)
+            message = f"the exported file differs from the model by {worst:.1e}; nothing was written"
+            print(f"hgrn-vision export: {message}", file=sys.stderr)
             return 1
         result = partial
         if web or args.int8:
@@ -148,41 +149,42 @@ def run(args: argparse.Namespace) -> int:
     before = " in float32" if args.int8 else ""
     print(f"wrote {path}, {size:.1f} MB; largest difference from the model{before} {worst:.1e}")
     if web:
-        print(f"look at it: python -m http.server -d {path}, then http://localhost:8000 in a browser")
+        print(f"try it: python -m http.server -d {path}, then open http://localhost:8000 in a browser")
     return 0
 
 
 def _check_int8(args: argparse.Namespace) -> None:
     if args.int8 and args.format not in ("onnx", "web"):
-        raise ValueError(f"--int8 is for --format onnx and web, not {args.format}")
+        raise ValueError(f"--int8 works with --format onnx and web, not {args.format}")
     for flag in ("calibrate", "check"):
         if getattr(args, flag) and not args.int8:
-            raise ValueError(f"--{flag} is for --int8")
+            raise ValueError(f"--{flag} needs --int8")
 
 
 def _report_change(loaded: LoadedModel, exact: Path, small: Path, images: Split, args: argparse.Namespace) -> bool:
-    """Print what quantization changed; False if the file is of no use."""
+    """Print what quantization changed; False if the file answers with NaN."""
     change = _quantize.compare(loaded, small, images)
-    where = args.check or args.calibrate or "the packaged digits, for want of --check"
-    how = f"ranges of activations fixed on {args.calibrate}" if args.calibrate else "ranges of activations as they come"
-    print(f"  int8: {small.stat().st_size / exact.stat().st_size:.2f} of the size of float32, {how}")
+    where = args.check or args.calibrate or "the packaged digits (no --check given)"
+    how = f"fixed on {args.calibrate}" if args.calibrate else "measured in every call"
+    size = small.stat().st_size / exact.stat().st_size
+    print(f"  int8: {size:.2f} times the size of float32, activation ranges {how}")
     print(
-        f"  {change.images} images of {where}: the same first class for {change.agreement:.2f}%, "
+        f"  {change.images} images from {where}: same top class for {change.agreement:.2f}%, "
         f"largest change of a probability {change.largest:.4f}"
     )
     if change.accuracy:
         print("  top-1 {:.2f}% in float32, {:.2f}% in int8".format(*change.accuracy))
     if not change.largest <= 1:
-        print("hgrn-vision export: the int8 file answers with NaN, no file was written", file=sys.stderr)
+        print("hgrn-vision export: the int8 file answers with NaN; nothing was written", file=sys.stderr)
         return False
     return True
 
 
 def _check_output(path: Path, args: argparse.Namespace) -> None:
-    """Refuse, before any work is done, what could not be written at the end."""
+    """Refuse, before any work is done, an output that could not be written at the end."""
     if args.format != "web":
         if args.runtime:
-            raise ValueError("--runtime is for --format web")
+            raise ValueError("--runtime needs --format web")
         check_free([path], args.force)
         return
     _web.check_folder(path, args.force)
@@ -191,7 +193,7 @@ def _check_output(path: Path, args: argparse.Namespace) -> None:
 
 
 def default_name(model: str) -> str:
-    """The last part of where the model is: the name of a run, of a weights file, of a model on the hub."""
+    """The last part of the model's path: the name of a run, of a weights file, of a model on the hub."""
     path = Path(model.rpartition(":")[2])
     name = (path.resolve() if path.exists() else path).with_suffix("" if path.is_file() else path.suffix).name
     return name or "model"
@@ -199,7 +201,7 @@ def default_name(model: str) -> str:
 
 @torch.no_grad()
 def largest_difference(loaded: LoadedModel, kind: str, path: Path) -> float:
-    """Between the logits of a model and those of its file, which runs in a process without this package."""
+    """The largest difference between the logits of a model and of its file, which runs without this package."""
     inputs = {" x ".join(map(str, images.shape)): images for images in _examples(loaded)}
     outputs = _run_elsewhere(kind, path, inputs)
     differences = []
@@ -224,7 +226,7 @@ def _run_elsewhere(kind: str, path: Path, inputs: dict[str, np.ndarray]) -> dict
 
 
 def _examples(loaded: LoadedModel) -> Iterator[np.ndarray]:
-    """Images (B, C, H, W) in batches of several sizes, and of other heights and widths where the file takes them."""
+    """Random images (B, C, H, W) in batches of several sizes, and in other image sizes if the file takes them."""
     channels, *own = loaded.spec.input_size
     shapes = [(1, *own), (3, *own)]
     if takes_any_size(loaded):

@@ -38,36 +38,36 @@ HOLDOUT = 0.2
 LARGEST_SIDE = 224
 PHOTOS = ("data", "dataset", "holdout", "classes", "train_split", "val_split", "max_pixels")
 SHOWN = {
-    "holdout": f"share to validate on without a val/ [{HOLDOUT}]",
-    "model": "timm model for new weights [hgrn_deit_tiny]",
+    "holdout": f"share to validate on if there is no val/ [{HOLDOUT}]",
+    "model": "timm model, if training from scratch [hgrn_deit_tiny]",
     "img_size": "side to resize to [that of --init, or of the images]",
-    "freeze": "body: train the head alone; N: freeze N layers",
+    "freeze": "body: train only the head; N: freeze first N layers",
     "epochs": "maximum passes over the images [30 or more]",
     "patience": "epochs without improvement before stopping [10 or 20]",
     "balance": "draw every class equally often",
-    "batch_size": "images per step [2 to 32, by size of the data]",
-    "lr": "peak learning rate [5e-4, 1e-3 for new weights]",
+    "batch_size": "images per step [2 to 32, depending on the data]",
+    "lr": "peak learning rate [5e-4, 1e-3 from scratch]",
     "seed": "seed of all randomness [0]",
-    "device": "cpu, cuda, ... [a GPU where there is one]",
+    "device": "cpu, cuda, ... [a GPU if there is one]",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that matter for small data; all others of `train` are taken too."""
+    """The flags that matter for small data; most other flags of `train` work too."""
     parser.usage = "%(prog)s PHOTOS --output RUN [--init MODEL] [--SETTING VALUE ...]"
     parser.add_argument("data", metavar="PHOTOS", help="folder of class folders, or of train/ and val/; or .csv")
     parser.add_argument("--output", metavar="RUN", required=True, help="run folder; a run in it is continued")
     parser.add_argument(
         "--init", metavar="MODEL", help=f"run, checkpoint, model, hf-hub:NAME or none [{STARTER} for photographs]"
     )
-    parser.add_argument("--quick", action="store_true", help="an answer in about five minutes on a laptop")
-    parser.add_argument("--config", metavar="YAML", help="settings in a file, all of `hgrn-vision train`")
+    parser.add_argument("--quick", action="store_true", help="a result in about five minutes on a laptop")
+    parser.add_argument("--config", metavar="YAML", help="settings file; any setting of `hgrn-vision train`")
     parser.add_argument("--allow-change", action="store_true", help="continue a run with other settings")
     add_setting_flags(parser, leave_out=("data", "recipe", "pretrained", *OF_PHOTOGRAPHS), shown=SHOWN)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fine-tune; 0 when done or stopped on request, 3 when the run diverged."""
+    """Fine-tune; 0 if finished or stopped on request, 3 if the run diverged."""
     return exit_code("finetune", lambda: _finetune(args))
 
 
@@ -83,7 +83,7 @@ def _finetune(args: argparse.Namespace) -> int:
     photos = ImageSettings(**{"holdout": HOLDOUT, **chosen})
     splits = open_splits(photos)
     if not splits[0].indexed:
-        raise ValueError(f"{photos.dataset} can only be read sequentially; use hgrn-vision train --pretrained for it")
+        raise ValueError(f"{photos.dataset} can only be read sequentially; use hgrn-vision train --pretrained instead")
     found = survey(args.data, *splits, show_progress=is_main() and sys.stderr.isatty())
     _check_readable(found, given.get("max_bad_fraction", MAX_BAD_FRACTION))
     init = choose_init(args.init, given, found)
@@ -105,11 +105,11 @@ def _finetune(args: argparse.Namespace) -> int:
 def _check_output(output: Path) -> None:
     """Refuse a folder that holds anything but a run."""
     if output.is_dir() and any(output.iterdir()) and not (output / "checkpoints").is_dir():
-        raise ValueError(f"{output} is not empty and holds no run; give another --output")
+        raise ValueError(f"{output} is not empty and is not a run; give another --output")
 
 
 def choose_init(asked: str | None, given: dict[str, Any], found: Survey) -> str:
-    """What to start from: as given; otherwise the packaged weights, for photographs and the model they belong to."""
+    """What to start from: --init if given, else the packaged weights for photographs and their model, else nothing."""
     if asked:
         return NEW if asked == NONE else asked
     theirs = given.get("model", STARTER) == STARTER and not given.get("model_args")
@@ -117,26 +117,26 @@ def choose_init(asked: str | None, given: dict[str, Any], found: Survey) -> str:
 
 
 def _check_same_start(output: Path, init: str) -> None:
-    """Refuse to continue a run that began elsewhere."""
+    """Refuse to continue a run that started from other weights."""
     if (output / "config.yaml").is_file():
         about = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8")).get("about") or {}
         began = about.get("init")
         if began != init:
             same = f"--init {NONE if began == NEW else began}"
-            raise ValueError(f"the run in {output} began from {began}, not {init}; give {same} or another --output")
+            raise ValueError(f"the run in {output} started from {began}, not {init}; give {same} or another --output")
 
 
 def _check_readable(found: Survey, limit: float) -> None:
     if len(found.bad) > limit * found.looked_at:
         first = found.bad[0]
         raise ValueError(
-            f"{len(found.bad)} of {found.looked_at} images of {found.where} are unreadable, more than "
+            f"{len(found.bad)} of {found.looked_at} images in {found.where} are unreadable, more than "
             f"--max-bad-fraction {limit:g}; the first is {first.name}: {first.reason}"
         )
 
 
 def resolve(given: dict[str, Any], found: Survey, initial: Initial | None, quick: bool) -> TrainConfig:
-    """The settings: those that suit the data, then the initial model's, then the given ones."""
+    """The settings that suit the data, then the initial model's, then the given ones; later ones take precedence."""
     images, classes = len(found.train), len(found.train.class_names)
     largest = QUICK_SIDE if quick else LARGEST_SIDE
     side = given.get("img_size") or min(found.side, largest)
@@ -158,16 +158,16 @@ def resolve(given: dict[str, Any], found: Survey, initial: Initial | None, quick
 
 def _beginning(initial: Initial | None, config: TrainConfig, asked: str | None) -> str:
     """Where the weights come from, and what to expect."""
-    seen = f"Images are seen at {config.img_size} pixels."
+    seen = f"Image size: {config.img_size} pixels."
     if initial:
         frozen = {"": "the whole model is trained", "body": "only the head is trained"}
         learns = frozen.get(config.freeze, f"its first {config.freeze} layers are frozen")
-        other = "" if asked else f" --init {NONE} would begin with new weights."
+        other = "" if asked else f" --init {NONE} would train from scratch."
         return f"Starting from {initial.title} with a new head; {learns}. {seen}{other}"
     return (
-        f"Starting from scratch, {f'with --init {NONE}' if asked else 'without --init'}: the model learns to see from "
-        "these images alone. Expect this to need hundreds of images per class and many epochs; with fewer, starting "
-        f"from a trained model helps more than any setting. {seen}"
+        f"Starting from scratch ({f'--init {NONE}' if asked else 'no --init'}): the model learns from these images "
+        "alone. Expect this to need hundreds of images per class and many epochs; with fewer, starting from a trained "
+        f"model helps more than any setting. {seen}"
     )
 
 

@@ -1,4 +1,4 @@
-"""`hgrn-vision models`: the models of this package with their size and cost."""
+"""`hgrn-vision models`: list the models of this package with their size and cost."""
 
 import argparse
 import inspect
@@ -13,11 +13,11 @@ from ..train.cost import recurrence_cost
 
 EXAMPLE = "hgrn-vision models 'hgrn_deit_*'"
 SIDE = 224
-MODULES = ("hgrn", "pyramid")  # where timm's registry says that our models come from
+MODULES = ("hgrn", "pyramid")  # the modules of our models in timm's registry
 
 
 class Description(NamedTuple):
-    """What is known of a model before it is trained."""
+    """Size and cost of a model."""
 
     name: str
     parameters: int
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     names = list_names(args.pattern)
     if not names:
         known = ", ".join(list_names())
-        raise ValueError(f"no model is named {args.pattern}; there are {known}")
+        raise ValueError(f"no model matches {args.pattern}; known models: {known}")
     width = max(map(len, names))
     print(f"{'name':<{width}}  parameters  multiply-adds  input    description")
     for model in map(describe, names):
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
         cost = (model.matmuls + model.scan) / 1e9
         print(f"{model.name:<{width}}  {model.parameters / 1e6:>9.1f}M  {cost:>12.2f}G  {size}  {model.text}")
     print(
-        f"\nmultiply-adds of one image of {SIDE}x{SIDE}, recurrence and the maps of pyramids included, norms and "
-        "activation functions not; other sizes work too"
+        f"\nmultiply-adds for one {SIDE}x{SIDE} image, with the recurrence and pyramid maps, without norms and "
+        "activation functions; other image sizes work too"
     )
     return 0
 
@@ -70,7 +70,7 @@ def describe(name: str) -> Description:
 
 
 def matmul_cost(model: nn.Module) -> int:
-    """Multiply-adds of the matmuls and convolutions for one image, those of all maps of a pyramid included."""
+    """Multiply-adds of the matmuls and convolutions for one image, including all maps of a pyramid."""
     pyramid = getattr(model, "pyramid", {})
     in_pyramid = {module for level in pyramid.values() for module in level.modules()}
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]

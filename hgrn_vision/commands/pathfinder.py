@@ -15,13 +15,13 @@ EXAMPLE = "hgrn-vision pathfinder pathfinder/ --images 10000 --size 32 --seed 0"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
-    parser.add_argument("folder", help=f"gets one folder per class: {' and '.join(CLASSES)}")
+    parser.add_argument("folder", help=f"new folder, with one sub-folder per class: {' and '.join(CLASSES)}")
     parser.add_argument(
-        "--images", type=at_least_one, required=True, metavar="N", help="how many in total, half of them in each class"
+        "--images", type=at_least_one, required=True, metavar="N", help="number of images, half of them in each class"
     )
     parser.add_argument("--size", type=at_least_one, default=32, metavar="PIXELS", help="side of an image (default 32)")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="the same images for the same seed and size (default 0)"
+        "--seed", type=int, default=0, metavar="S", help="the same seed and size give the same images (default 0)"
     )
 
 

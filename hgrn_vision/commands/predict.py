@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="+",
         metavar="FILE",
-        help="image, folder (all images below it), pattern such as 'a/*.png', or - for a list on standard input",
+        help="image, folder (all images below it), pattern such as 'a/*.png', or - to read a list from standard input",
     )
     parser.add_argument(
-        "--top", type=at_least_one, default=5, metavar="K", help="classes named for each image (default 5)"
+        "--top", type=at_least_one, default=5, metavar="K", help="number of classes listed per image (default 5)"
     )
-    parser.add_argument("--csv", metavar="OUT", help="write a CSV table; - is standard output, here and below")
+    parser.add_argument("--csv", metavar="OUT", help="write a CSV table (here and below, - is standard output)")
     parser.add_argument("--json", metavar="OUT", help="write a JSON list, one object per line")
     parser.add_argument("--html", metavar="OUT", help="write a page with the images and their labels")
     parser.add_argument("--force", action="store_true", help="overwrite output files")
@@ -70,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(path: str, max_pixels: int) -> Image.Image:
     if os.path.isdir(path):
-        raise BadImage("a folder without images")
+        raise BadImage("folder without images")
     return open_image(path, max_pixels)
 
 
 def _with_progress(answers: Iterator[Answer], args: argparse.Namespace) -> Iterable[Answer]:
-    """A progress bar on a terminal; only then are the inputs counted beforehand."""
+    """A progress bar on a terminal; only then are the inputs counted in advance."""
     rows_on_screen = sys.stdout.isatty() and (_wants_table(args) or STDOUT in (args.csv, args.json, args.html))
     if rows_on_screen or not sys.stderr.isatty():
         return answers
@@ -84,7 +84,7 @@ def _with_progress(answers: Iterator[Answer], args: argparse.Namespace) -> Itera
 
 
 class Row(NamedTuple):
-    """One line of the result: the classes of an image, likeliest first, or the reason why there are none."""
+    """One row of the result: the classes of an image, most likely first, or the reason why there are none."""
 
     path: str
     top: list[tuple[str, float]]
@@ -93,7 +93,7 @@ class Row(NamedTuple):
 
 
 def make_row(answer: Answer, class_names: list[str], top: int) -> Row:
-    """The `top` likeliest classes of an answer."""
+    """The `top` most likely classes of an answer."""
     if answer.probabilities is None:
         return Row(answer.item, [], answer.reason)
     # stable: ties go to the first class, as with argmax
@@ -153,7 +153,7 @@ def _table_writer() -> Writer:
     def write(row: Row) -> None:
         nonlocal width
         name = printable(row.path)
-        # as wide as the widest name so far: rows are printed as they come, not kept
+        # as wide as the longest name so far: rows are printed at once, not collected
         width = max(width, min(len(name), 60))
         answer = "  ".join(f"{label} {100 * p:.1f}%" for label, p in row.top) or f"unreadable: {row.reason}"
         print(f"{name:<{width}}  {answer}")

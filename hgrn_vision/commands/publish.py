@@ -1,4 +1,4 @@
-"""`hgrn-vision publish`: a trained model as a folder in the form of a Hub repository, for others to load with timm."""
+"""`hgrn-vision publish`: write a trained model as a Hub repository, which others can load with timm."""
 
 import argparse
 from pathlib import Path
@@ -12,12 +12,13 @@ from ._console import printable
 from ._flags import MODEL_HELP
 
 EXAMPLE = "hgrn-vision publish runs/flowers flowers-hgrn --license cc-by-4.0"
+HGRN = """\
+The architecture is in the Python package `hgrn_vision`:
+it uses a gated linear recurrence instead of attention ([arXiv 2311.04823](https://arxiv.org/abs/2311.04823))."""
 CARD = """\
 # Model card for {title}
 
-{architecture} for {classes:,} classes, {parameters:.1f}M parameters. The architecture is in the Python package
-`hgrn_vision`: a gated linear recurrence takes the place of attention
-([arXiv 2311.04823](https://arxiv.org/abs/2311.04823)).
+{architecture} for {classes:,} classes, {parameters:.1f}M parameters. {origin}
 
 - **Image size:** {side}
 - **Training images:** not recorded here
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the folder; it gets its name when all of it is there."""
+    """Write the folder; it appears only once it is complete."""
     folder = Path(args.folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{args.folder} is {'not empty' if folder.is_dir() else 'a file'}; give a new or empty folder")
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_repository(folder: Path, loaded: LoadedModel, title: str, license: str) -> None:
-    """config.json, model.safetensors and README.md."""
+    """Write config.json, model.safetensors and README.md."""
     # drop the tag of the architecture's default weights and the second list of class names
     described = {key: value for key, value in loaded.model.pretrained_cfg.items() if key not in ("tag", "label_names")}
     loaded.model.pretrained_cfg = {**described, "license": license}
@@ -75,24 +76,25 @@ def write_repository(folder: Path, loaded: LoadedModel, title: str, license: str
 
 
 def model_card(loaded: LoadedModel, title: str, license: str) -> str:
-    """README.md: timm's front matter, how to load the model, what it knows."""
+    """The text of README.md: timm's front matter, how to load the model, its classes."""
     front = {
         "tags": ["image-classification", "timm"],
         "pipeline_tag": "image-classification",
         "library_name": "timm",
         "license": license,
     }
-    imports = ["import timm", "from PIL import Image"]
+    imports, origin = ["import timm", "from PIL import Image"], "The architecture is one of timm's."
     if hasattr(loaded.model, "recurrences"):
-        imports = ["import hgrn_vision  # makes the architecture known to timm", *imports]
+        imports, origin = ["import hgrn_vision  # registers the architecture with timm", *imports], HGRN
     text = CARD.format(
         title=title,
         architecture=f"`{loaded.model.pretrained_cfg['architecture']}`",
         classes=len(loaded.class_names),
         parameters=sum(parameter.numel() for parameter in loaded.model.parameters()) / 1e6,
         side=" x ".join(map(str, loaded.spec.input_size[1:])),
+        origin=origin,
         imports="\n".join(imports),
-        # indented as code, so that no name is taken for markup
+        # indented as code, so that no name is read as markup
         names="\n".join(f"    {printable(name)}" for name in loaded.class_names),
     )
     return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n{text}"

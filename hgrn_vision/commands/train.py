@@ -1,4 +1,4 @@
-"""Train a model: on ImageNet, on your own images, or on the digits that come with the package."""
+"""`hgrn-vision train`: train a model on ImageNet, on your own images, or on the packaged digits."""
 
 import argparse
 import contextlib
@@ -29,32 +29,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=argparse.SUPPRESS,
         metavar="DATA",
-        help="folder with train/ and val/, or the root of --dataset; the packaged digits if not given",
+        help="folder with train/ and val/, or the root of --dataset [the packaged digits]",
     )
     parser.add_argument(
         "--recipe",
         choices=recipes.RECIPES,
         default=argparse.SUPPRESS,
-        help="named preset; paper where DATA is given, else digits",
+        help="named preset [paper if DATA is given, else digits]",
     )
     parser.add_argument(
-        "--config", metavar="YAML", help="settings file; flags override it, and it overrides the recipe"
+        "--config", metavar="YAML", help="settings file; overrides the recipe, and is overridden by flags"
     )
     parser.add_argument("--output", metavar="DIR", help="run folder [runs/<recipe>-<model>]")
     parser.add_argument("--eval", metavar="RUN", help="only evaluate a run's best checkpoint, or a checkpoint file")
-    parser.add_argument("--smoke", action="store_true", help="a handful of steps of everything, to see that it works")
+    parser.add_argument("--smoke", action="store_true", help="run a few steps of everything, to check that it works")
     parser.add_argument("--print-config", action="store_true", help="print all settings and stop")
     parser.add_argument("--allow-change", action="store_true", help="continue a run with other recipe settings")
     add_setting_flags(parser, leave_out=("data", "recipe", *OF_PHOTOGRAPHS))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, or evaluate; 0 when done or stopped on request, 3 when the run diverged."""
+    """Train, or evaluate; 0 if finished or stopped on request, 3 if the run diverged."""
     return exit_code("train", lambda: _evaluate(args) if args.eval else _train(args, is_main()))
 
 
 def resolve(args: argparse.Namespace) -> TrainConfig:
-    """The settings: the recipe's, then the file's, then the flags'."""
+    """The settings from the recipe, the file and the flags; later ones take precedence."""
     return recipes.resolve({**(read_yaml(args.config) if args.config else {}), **given_settings(args)})
 
 

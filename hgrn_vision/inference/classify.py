@@ -1,4 +1,4 @@
-"""Classifying many images: decoded ahead by threads, in batches, in order, in memory that does not grow."""
+"""Classifying many images in batches and in order: threads decode ahead, and memory use does not grow."""
 
 import itertools
 import os
@@ -37,10 +37,10 @@ def classify(
 
     Args:
         loaded: the model.
-        items: what to classify; only a few batches of it are drawn ahead.
-        read: the image of an item as RGB; raises BadImage.
-        batch_size: images in one forward pass.
-        look: called with every image as it is decoded, for the answer's `extra`.
+        items: what to classify; read at most two batches ahead.
+        read: returns an item's RGB image, or raises BadImage.
+        batch_size: images per forward pass.
+        look: called with every decoded image; its result is the answer's `extra`.
     """
 
     def decode(item: Item) -> tuple[torch.Tensor, Any]:
@@ -52,7 +52,7 @@ def classify(
         source = iter(items)
         try:
             while True:
-                # one batch is decoded while the other is in the model
+                # one batch is decoded while the model runs on the other
                 for item in itertools.islice(source, 2 * batch_size - len(pending)):
                     pending.append((item, pool.submit(decode, item)))
                 if not pending:

@@ -1,4 +1,4 @@
-"""Analysis of what a model does with images: forget gates and token mixing as in the paper, and evidence by patch."""
+"""Analysis of what a model does with images: token mixing as in the paper, and the evidence in each patch."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,16 +14,16 @@ STEPS_AT_ONCE = 8
 
 
 def mixing_rows(decay: torch.Tensor, input_gate: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The rows of Lambda, the matrix of a scan without its rotation: row t holds the share of each token in state t.
+    """The rows of Lambda, the matrix of a scan without its rotation: row t holds the weight of each token in state t.
 
     Args:
-        decay: of one image, in the order of the scan, (T, D).
+        decay: decay of one image's tokens, in the order of the scan, (T, D).
         input_gate: factor of the input, (T, D).
 
     Yields:
-        keep_s decay_(s+1) ... decay_t for every token s, zero after t, (T, D).
+        input_gate_s decay_(s+1) ... decay_t for every token s, zero after t, (T, D).
     """
-    # one multiplication per token instead of differences of summed logarithms, which a decay of zero would break
+    # repeated multiplication rather than differences of summed logarithms, which fail for a decay of zero
     row = torch.zeros_like(input_gate)
     for t in range(len(decay)):
         row = row * decay[t]
@@ -32,7 +32,7 @@ def mixing_rows(decay: torch.Tensor, input_gate: torch.Tensor) -> Iterator[torch
 
 
 def scanned_lines(recurrence: Recurrence) -> list[torch.Tensor]:
-    """The tokens of every sequence that a layer scans: all of them, or those of each row and of each column."""
+    """The token numbers of every sequence that a layer scans: all tokens, or each row and each column."""
     tokens = torch.arange(recurrence.decay.shape[1])
     return [tokens] if recurrence.grid is None else [*tokens.view(recurrence.grid), *tokens.view(recurrence.grid).T]
 
@@ -56,9 +56,9 @@ def mixing_matrix(recurrence: Recurrence, image: int = 0) -> torch.Tensor:
 
 
 def mixing_strength(recurrence: Recurrence, image: int = 0) -> np.ndarray:
-    """|A| of each scan of a layer, averaged over channels and summed over directions, (T, T).
+    """|A| of each scan of a layer, averaged over channels and summed over the scans, (T, T).
 
-    The rotation does not change absolute values, so the decays are enough.
+    The rotation does not change absolute values, so only the gates matter.
     """
     T = recurrence.decay.shape[1]
     total = recurrence.decay.new_zeros(T, T)
@@ -78,7 +78,7 @@ def scans_both_ways(recurrence: Recurrence) -> bool:
 
 
 def describe_scan(recurrence: Recurrence) -> str:
-    """Where a layer's scans run, as one reads it off its mixing matrix."""
+    """The directions of a layer's scans, as a caption for its mixing matrix."""
     both = scans_both_ways(recurrence)
     if recurrence.grid is None:
         return "below the diagonal first to last token, above it last to first" if both else "first to last token"
@@ -86,26 +86,26 @@ def describe_scan(recurrence: Recurrence) -> str:
 
 
 class Evidence(NamedTuple):
-    """Where the answer comes from."""
+    """Where in the image the answer comes from."""
 
     cells: np.ndarray  # (H, W) of patches; what each adds to the log-probability of the class
-    gain: float  # log-probability of the class on the image, less that on the empty image
+    gain: float  # log-probability of the class for the image minus that for the empty image
 
 
 def evidence(model: nn.Module, image: torch.Tensor, target: int, steps: int = 64) -> Evidence:
     """What each patch contributes to the log-probability of a class, by integrated gradients (arXiv 1703.01365).
 
-    There is no class token whose attention could be shown, and the scans of both directions carry what a patch holds
-    to all tokens, so that the tokens of the last block no longer say where something was seen. Hence the contribution
-    of the pixels themselves: the gradient, averaged along the straight line from an empty image to this one, times the
-    difference. Summed over the whole image the contributions are exactly the gain in log-probability, up to the number
-    of steps, which can be checked. The empty image has the image's median colour: a plain background is no evidence.
+    There is no class token whose attention could be shown. The scans spread the content of each patch over all tokens,
+    so the tokens of the last block no longer tell where something was seen. So this measures the contribution of the
+    pixels themselves: the gradient, averaged along the straight line from an empty image to this one, times the
+    difference of the two. The contributions sum to the gain in log-probability, up to an error that shrinks as `steps`
+    grows. The empty image has the image's median colour, so that a plain background does not count as evidence.
 
     Args:
         model: a classifier in evaluation mode.
         image: normalised, (C, H, W).
         target: number of the class.
-        steps: points on that line.
+        steps: number of points on that line.
     """
     empty = image.flatten(1).median(dim=1).values.view(-1, 1, 1).expand_as(image)
     shares = (torch.arange(steps, device=image.device) + 0.5) / steps
@@ -118,12 +118,12 @@ def evidence(model: nn.Module, image: torch.Tensor, target: int, steps: int = 64
     with torch.no_grad():
         at_end, at_start = class_scores(model(torch.stack([image, empty])))[:, target].tolist()
     height, width = model.patch_embed.patch_size
-    # images that are not whole patches are padded by the model
+    # the model pads images to whole patches
     pixels = F.pad(pixels, (0, -pixels.shape[1] % width, 0, -pixels.shape[0] % height))
     cells = pixels.unfold(0, height, height).unfold(1, width, width).sum(dim=(2, 3))
     return Evidence(cells.cpu().numpy(), at_end - at_start)
 
 
 def class_scores(logits: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities; the output itself where there is only one."""
+    """Log-probabilities, or the output itself if there is only one."""
     return logits.log_softmax(dim=-1) if logits.shape[-1] > 1 else logits

@@ -1,4 +1,4 @@
-"""How good a model's answers are: accuracy, per-class figures, confusions, calibration."""
+"""The quality of a model's answers: accuracy, per-class figures, confusions, calibration."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ import numpy as np
 
 from ..train.evaluation import Confusion, Evaluation
 
-BINS = 15  # of the calibration error, of equal width in confidence
+BINS = 15  # for the calibration error, of equal width in confidence
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Figures of an evaluation, in percent; those of a class are NaN if there is nothing to divide by."""
+    """Figures of an evaluation, in percent; a per-class figure is NaN where it would divide by zero."""
 
     images: int
     top1: float
@@ -20,7 +20,7 @@ class Metrics:
     precision: np.ndarray  # (C,)
     recall: np.ndarray  # (C,)
     f1: np.ndarray  # (C,)
-    support: np.ndarray  # (C,) images of the class
+    support: np.ndarray  # (C,) number of images in the class
     confusion: Confusion
 
     @property
@@ -35,7 +35,7 @@ class Metrics:
 
 
 def measure(evaluation: Evaluation, classes: int) -> Metrics:
-    """All figures of an evaluation of a model of `classes` classes."""
+    """All figures of an evaluation, for a model with `classes` classes."""
     true, predicted = evaluation.targets, evaluation.predictions
     hit = true == predicted
     support, called = np.bincount(true, minlength=classes), np.bincount(predicted, minlength=classes)
@@ -56,7 +56,7 @@ def measure(evaluation: Evaluation, classes: int) -> Metrics:
 
 
 def calibration_error(confidence: np.ndarray, hit: np.ndarray) -> float:
-    """Expected calibration error: mean distance between confidence and accuracy over bins of confidence, in percent."""
+    """Expected calibration error in percent: |confidence - accuracy| of each confidence bin, weighted by its images."""
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
     gaps = np.bincount(bins, weights=confidence - hit, minlength=BINS)
     return float(100 * np.abs(gaps).sum() / len(hit))

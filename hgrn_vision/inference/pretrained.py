@@ -1,4 +1,4 @@
-"""Trained models, to use or to start a run from: a run's, a folder, a file, the Hugging Face hub, the packaged one."""
+"""Loading trained models, to use or to start a run from: a run, a folder, a file, the Hub, or the packaged weights."""
 
 import json
 from collections.abc import Callable
@@ -29,32 +29,32 @@ HUB = "hf-hub:"
 FOLDER = "local-dir:"
 # models of the authors' released checkpoints, by width
 RELEASED = {192: "hgrn1d_vit_tiny", 384: "hgrn1d_vit_small"}
-# arguments for which the training settings have their own name
+# constructor arguments that are training settings of their own
 SETTINGS = ("num_classes", "img_size", "drop_path_rate", "in_chans")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A classifier in evaluation mode with what is needed to use it."""
+    """A classifier in evaluation mode, with everything needed to use it."""
 
     name: str
     model: nn.Module
     class_names: list[str]
     spec: DataSpec
     device: torch.device
-    model_args: dict[str, Any]  # what its constructor was given
+    model_args: dict[str, Any]  # the arguments of its constructor
 
     def prepare(self, image: Image.Image) -> torch.Tensor:
-        """RGB image -> normalised float tensor (C, H, W), as the model saw its validation images."""
+        """RGB image -> normalised float tensor (C, H, W), prepared like the validation images in training."""
         return normalise(self._crop(image), self.spec)
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """The model's answers (B, classes) to images (B, C, H, W) of bytes, as float32."""
+        """The model's logits (B, classes) in float32, for uint8 images (B, C, H, W)."""
         return self.model(normalise(images.to(self.device), self.spec)).float()
 
     @property
     def aliases(self) -> list[tuple[str, ...]]:
-        """What else each class may be called, where the classes are ImageNet's; else nothing."""
+        """Other names of each class if the classes are ImageNet's, else empty."""
         count = len(self.class_names)
         return imagenet_aliases(count) if self.class_names == imagenet_names(count) else []
 
@@ -75,8 +75,8 @@ def load_model(
     Args:
         where: a run folder, a model folder (also as local-dir:FOLDER), a checkpoint file of a run, a weights file in a
             model folder, hf-hub:NAME, or the registered name of a model whose weights come with the package.
-        device: cpu, cuda or another torch device; auto takes a GPU where there is one.
-        img_size: side of the images; by default the one that the model was trained on.
+        device: cpu, cuda or another torch device; auto picks a GPU if there is one.
+        img_size: side of the images; by default the size that the model was trained for.
         scriptable: create the model in timm's scriptable mode.
         exportable: create the model in timm's exportable mode.
     """
@@ -93,7 +93,7 @@ def load_model(
         else:
             model, model_args = _load_file(Path(name))
     if "img_size" in model_args:
-        # save_for_hf writes the architecture's own input size, whatever the model was constructed for
+        # save_for_hf writes the architecture's default input size, not the size the model was built for
         size = (model.pretrained_cfg["input_size"][0], *to_2tuple(model_args["img_size"]))
         model.pretrained_cfg = {**model.pretrained_cfg, "input_size": size}
     _check_finite(model, name)
@@ -103,7 +103,7 @@ def load_model(
 
 
 def _load_folder(folder: Path, pretrained: bool = True) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a model folder, or of a run, and its arguments."""
+    """The model in a model folder or a run, and its constructor arguments."""
     if (folder / "model").is_dir():
         folder = folder / "model"
     elif (folder / "checkpoints").is_dir():
@@ -114,26 +114,26 @@ def _load_folder(folder: Path, pretrained: bool = True) -> tuple[nn.Module, dict
 
 
 def packaged_models() -> dict[str, str]:
-    """Registered names of the models whose weights come with the package, each with the name that has the tag."""
+    """The models whose weights come with the package: registered names, and the same names with their tag."""
     return {get_arch_name(name): name for name in timm.list_models(module="hgrn", pretrained=True, include_tags=True)}
 
 
 def _is_name(where: str) -> bool:
-    """Whether a model is named as in timm's registry; a folder or file of that name takes precedence."""
+    """Whether this is a model's name in timm's registry; a folder or file of that name takes precedence."""
     return is_model(where) and not Path(where).exists()
 
 
 def _load_packaged(name: str) -> nn.Module:
     packaged = packaged_models()
     if name not in packaged and name not in packaged.values():
-        raise ValueError(f"this package has no weights for {name}, only for {', '.join(packaged)}")
+        raise ValueError(f"the package has no weights for {name}, only for {', '.join(packaged)}")
     model = _create(name, name, pretrained=True)
     model.pretrained_cfg = {**model.pretrained_cfg, "label_names": imagenet_names(model.num_classes)}
     return model
 
 
 def _load_file(path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a run's checkpoint, or of a weights file beside the config.json that describes it."""
+    """The model in a run's checkpoint, or in a weights file with a config.json beside it."""
     if not path.is_file():
         names = ", ".join(packaged_models())
         raise ValueError(f"no model at {path}: expected a run, model folder, weights file, {HUB}NAME or {names}")
@@ -148,7 +148,7 @@ def _load_file(path: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _check_folder(folder: Path) -> dict[str, Any]:
-    """The description in a model folder; refuses a folder that timm could not load, with the reason."""
+    """The config.json of a model folder; refuses a folder that timm could not load, and says why."""
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(f"{folder} is not a model folder: it has no config.json")
@@ -167,10 +167,10 @@ def _check_folder(folder: Path) -> dict[str, Any]:
 def _create(timm_name: str, what: str, **model_args: Any) -> nn.Module:
     try:
         return timm.create_model(timm_name, **model_args)
-    # what a damaged folder, or a hub that does not have the name, makes timm and its libraries raise
+    # what timm and its libraries raise for a damaged folder or a name unknown to the hub
     except (RuntimeError, TypeError, KeyError, AssertionError, SafetensorError, HfHubHTTPError) as error:
         reason = " ".join(" ".join(str(error).splitlines()[:2]).split()) or type(error).__name__
-        raise ValueError(f"cannot load the model of {what}: {reason}") from error
+        raise ValueError(f"cannot load the model from {what}: {reason}") from error
 
 
 def _check_finite(model: nn.Module, name: str) -> None:
@@ -180,7 +180,7 @@ def _check_finite(model: nn.Module, name: str) -> None:
 
 
 def _class_names(model: nn.Module, name: str) -> list[str]:
-    """The names of the head's outputs, their numbers where the model has none."""
+    """The names of the head's outputs, or their numbers if the model has no names."""
     count = model.num_classes
     if not count:
         raise ValueError(f"{name} has no classification head")
@@ -191,10 +191,10 @@ def _class_names(model: nn.Module, name: str) -> list[str]:
         names = [names.get(str(i), names.get(i, i)) for i in range(max(map(int, names)) + 1)]
     names = [str(label) for label in names]
     if len(names) != count:
-        raise ValueError(f"{name}: {len(names)} label names for a head of {count} classes; correct its config.json")
+        raise ValueError(f"{name}: {len(names)} label names for a head of {count} classes; fix its config.json")
     if len(set(names)) != count:
         twice = next(label for label in names if names.count(label) > 1)
-        raise ValueError(f"{name}: two classes are both named {twice!r}; correct its config.json")
+        raise ValueError(f"{name}: two classes are both named {twice!r}; fix its config.json")
     return names
 
 
@@ -209,7 +209,7 @@ class Initial:
 
 
 def read_initial(where: str, model_name: str | None = None) -> Initial:
-    """Whatever `load_model` takes, or a bare weights file of the model `model_name`."""
+    """Read anything that `load_model` accepts, or a bare weights file of the model `model_name`."""
     path = Path(where.removeprefix(FOLDER))
     if not where.startswith(HUB) and path.is_file() and not _is_described(path):
         return _read_weights(path, model_name)
@@ -236,7 +236,7 @@ def _is_described(path: Path) -> bool:
 
 
 def _read_weights(path: Path, model_name: str | None) -> Initial:
-    """A weights file with no description beside it."""
+    """Read a weights file that has no config.json beside it."""
     name = model_name or _released_model(path)
     model = timm.create_model(name)
     load_checkpoint(model, path, drop_head=True)

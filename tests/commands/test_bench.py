@@ -51,7 +51,7 @@ def test_table_and_chart(small_models, tmp_path, capsys, monkeypatch):
         assert row["runtime"] == "torch" and float(row["share_of_matmuls"]) > 0
     assert printed.count("hgrn_deit_tiny_patch16_224") == 5 and "cpu backend" in printed
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    # one image alone is no speed to compare with those of batches
+    # the speed of a single image is not comparable with that of batches
     assert [row["task"] for row in drawn] == ["inference"] * 2 + ["training"] * 2
     assert cli.main(argv) == 2  # nothing is overwritten silently
     assert "--force" in capsys.readouterr().err
@@ -71,7 +71,7 @@ def test_constructor_arguments_belong_to_a_model(small_models, tmp_path, capsys)
     ("name", "message"),
     [
         ("hgrn_deit_tinny,local_conv=3", "unknown model 'hgrn_deit_tinny'"),
-        ("hgrn_deit_tiny,lr=1", "lr is a setting of training"),
+        ("hgrn_deit_tiny,lr=1", "lr is a training setting"),
         ("hgrn_deit_tiny,sidewise=1", "sidewise"),
         ("hgrn_deit_tiny,local_conv=4", "local_conv"),
     ],
@@ -128,7 +128,7 @@ def test_the_files_answer_as_the_models_do(small_models, tmp_path, monkeypatch):
 
 
 BAD = {
-    "runs trained models: --tasks inference latency": ["--tasks", "inference", "training"],
+    "cannot train; use --tasks inference latency": ["--tasks", "inference", "training"],
     "measures float32 on CPUs": ["--dtype", "bfloat16"],
     "on CPUs; leave out --device": ["--device", "cuda"],
 }
@@ -164,7 +164,7 @@ def test_matmuls_are_those_of_the_model(small_models):
     model = bench._create("hgrn_deit_tiny_patch16_224", 16)
     images = torch.randn(2, 3, 16, 16)
     step = bench.matmuls_step(model, images, backward=False)
-    model(images)  # is not recorded any more
+    model(images)  # no longer recorded
     with FlopCounterMode(display=False) as counter:
         step()
     tokens, d = 2 * 4, 24
@@ -196,7 +196,7 @@ def test_a_peer_for_each_model_a_batch_for_each_size_and_one_image_for_the_laten
     ]
     one = settings("--peers", "resnet18", "--sizes", "4000", "--tasks", "training")
     assert one == [(model, "resnet18", "training", 4000, 1) for model in bench.MODELS]
-    with pytest.raises(ValueError, match="3 models need as many --peers, or one for all; got 2"):
+    with pytest.raises(ValueError, match="3 models need 3 --peers, or one for all; got 2"):
         settings("--models", *bench.MODELS, "hgrn_deit_base")
     with pytest.raises(ValueError, match="must be positive"):
         settings("--threads", "-1")
@@ -252,7 +252,7 @@ def test_matmuls_of_training_have_a_backward_pass(small_models):
 
 
 def test_the_best_time_counts_until_the_seconds_are_over(monkeypatch):
-    """By a clock that only the steps move."""
+    """With a clock that only the steps advance."""
     clock, calls = [0.0], []
     monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
 

@@ -1,4 +1,4 @@
-"""The frame of the command: its list, its help, its errors."""
+"""The hgrn-vision command itself: its list of commands, its help, its errors."""
 
 import re
 import shlex

@@ -42,10 +42,10 @@ def launcher(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def study(launcher):
-    """A study of two arms and two seeds that was killed in its second run, stopped in its third, and then ended."""
+    """A study of two arms and two seeds that was killed in its second run, stopped in its third, and then finished."""
     command = [*ARMS, "--seeds", "0", "1", *TINY, "--sizes", "8", "12", "--output", "study"]
     folder = launcher.folder / "study"
-    # SIGKILL cannot be caught: it comes while the second run saves its first epoch
+    # SIGKILL, which cannot be caught, arrives while the second run saves its first epoch
     kill = (signal.SIGKILL, "os.replace", "no_bound/seed0/checkpoints/last.safetensors", 2)
     killed = launcher.run(*command, moment=kill)
     after_kill = {path.name: path.read_text() for path in folder.glob("*.csv")}
@@ -60,7 +60,7 @@ def test_a_study_that_is_killed_ends_in_its_tables(study):
     # the finished run is in the tables, the killed one is not
     assert [line.split(",")[:2] for line in after_kill["study.csv"].splitlines()[1:]] == [["hgrn_deit_tiny", "0"]]
     assert stopped[0] == 0 and "stopped; the same command continues" in stopped[1]
-    assert "1 of 4 runs were finished before" in stopped[1] and "2 of 4 runs were finished before" in finished[1]
+    assert "1 of 4 runs are already finished" in stopped[1] and "2 of 4 runs are already finished" in finished[1]
     assert finished[0] == 0, finished[1]
     runs = rows(folder / "study.csv")
     assert all(
@@ -143,7 +143,7 @@ def test_the_record_of_a_study_is_a_study(study, capsys):
         (["--arms", "a=hgrn_deit_tiny,lower_bound=up", "hgrn_deit_tiny"], "lower_bound must be one of"),
         ([*ARMS, "--seeds", "1", "1"], "two seeds are 1"),
         ([*ARMS, "--seeds"], "argument --seeds: expected at least one argument"),
-        ([*ARMS, "--sizes", "0"], "'0' is not a whole number of at least 1"),
+        ([*ARMS, "--sizes", "0"], "'0' is not a positive integer"),
         ([*ARMS, "--minutes-per-run", "-1"], "minutes_per_run must not be negative"),
         ([*ARMS, "--minutes-per-run", "1", "--first-sizes", "6x1"], "first_sizes counts epochs"),
         ([*ARMS, "--batch-size", "4096", "--micro-batch", "32"], "fewer than one batch of 4096"),
@@ -220,7 +220,7 @@ def test_pixel_sequences_go_through_every_command(tmp_path, capsys):
 
 
 def test_time_left_counts_every_run_of_the_study(capsys, monkeypatch):
-    """Arms that have run by their own pace, others by their multiply-adds."""
+    """Arms that have run count at their own pace, others by their multiply-adds."""
     arms = [SimpleNamespace(arm=SimpleNamespace(name=name), steps=10, multiply_adds=cost) for name, cost in COSTS]
     for arm in arms:
         arm.config = SimpleNamespace(batch_size=2)
@@ -235,7 +235,7 @@ def test_time_left_counts_every_run_of_the_study(capsys, monkeypatch):
     display.stepped(SimpleNamespace(updates=4), 0.5, 0.1)
     # a step took 1 second: 6 more here, 10 with the next seed, and 2 x 10 steps of three times the cost
     left = 6 + 10 + 2 * 10 * 3
-    assert f"run 1 of 4 (cheap, seed 0), loss 0.500, left 01:{left - 60:02} for the study; step 4 of 10" in (
+    assert f"run 1 of 4 (cheap, seed 0), loss 0.500, 01:{left - 60:02} left for the study; step 4 of 10" in (
         capsys.readouterr().out
     )
     display.close()

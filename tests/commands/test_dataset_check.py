@@ -1,4 +1,4 @@
-"""What is found in a folder of images before training, and what is said of it."""
+"""What is found in a folder of images before training, and how it is reported."""
 
 import numpy as np
 from PIL import Image
@@ -15,14 +15,14 @@ def look_at(folder):
 
 def make_grey(folder):
     for path in folder.rglob("*.png"):
-        # some colour of its own, as a JPEG of a scan has
+        # a slight tint, like a JPEG of a scan
         grey = np.asarray(Image.open(path).convert("L")).astype(int)
         Image.fromarray(np.stack([grey + 3, grey, grey - 3], -1).clip(0, 255).astype(np.uint8)).save(path)
     return folder
 
 
 def write_odd(folder):
-    """A folder with everything that can be wrong with images that are still enough to train on."""
+    """A folder with every possible flaw, but still enough images to train on."""
     write_photos(folder, {"a": 12, "b": 2, "c": 1})
     (folder / "nothing here").mkdir()
     (folder / "a" / "notes.txt").write_text("not an image")
@@ -32,15 +32,15 @@ def write_odd(folder):
     return folder
 
 
-def test_what_is_found_is_said(tmp_path):
+def test_findings_are_reported(tmp_path):
     folder = write_odd(tmp_path / "odd")
     train, validation = open_splits(TrainConfig(data=str(folder), holdout=0.2))
     found = list(survey(str(folder), train, validation).lines())
     assert "17 images of 3 classes" in found[0] and "(1 to 10 per class)" in found[0] and ", 1 unreadable, " in found[0]
     text = "\n".join(found[1:])
     assert "unreadable: a/broken.png: not an image in a known format" in text
-    assert "folder without images, not a class: nothing here" in text
-    assert "left out, not named like an image: a/notes.txt" in text
+    assert "ignored, folder without images: nothing here" in text
+    assert "ignored, no image extension: a/notes.txt" in text
     assert "class without validation images: c" in text
 
 

@@ -251,7 +251,7 @@ BAD = [
     (["photos", "--teacher", "teacher", "--val", "nowhere"], "no such folder: nowhere"),
     (["photos", "--teacher", "teacher", "--first-sizes", "56by8"], "first_sizes must be SIDExEPOCHS"),
     (["photos", "--teacher", "teacher", "--first-sizes", "8x3"], "first_sizes takes 3 epochs, leaving none of the 3"),
-    (["photos", "--teacher", "teacher", "--output", "val"], "val is not empty and holds no run"),
+    (["photos", "--teacher", "teacher", "--output", "val"], "val is not empty and is not a run"),
 ]
 
 

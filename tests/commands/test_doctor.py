@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def no_choice(monkeypatch):
     monkeypatch.delenv(backend.ENVIRONMENT, raising=False)
-    # whatever is free on the machine of the test
+    # independent of the disk space and memory that are free on this machine
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=50 * 2**30))
     monkeypatch.setattr(doctor, "available_memory", lambda: 8 * 2**30)
 
@@ -105,7 +105,7 @@ def test_a_backend_that_cannot_run(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cuda", "triton"])
-def test_a_backend_asked_for_that_cannot_be_had(name, capsys, monkeypatch):
+def test_a_requested_backend_that_is_unavailable(name, capsys, monkeypatch):
     monkeypatch.setenv(backend.ENVIRONMENT, name)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code, lines = examine(capsys)
@@ -113,7 +113,7 @@ def test_a_backend_asked_for_that_cannot_be_had(name, capsys, monkeypatch):
     assert lines[-1].startswith(f"to do: correct or unset {backend.ENVIRONMENT}")
 
 
-def test_a_backend_asked_for(monkeypatch):
+def test_a_requested_backend(monkeypatch):
     monkeypatch.setenv(backend.ENVIRONMENT, "torch")
     text = doctor.describe_choice(CPU, doctor.Diagnosis())
     assert text == f"cpu: torch, because {backend.ENVIRONMENT} asks for it"

@@ -142,7 +142,7 @@ def test_imagenet_folders_go_by_name_wordnet_id_or_number(tmp_path, monkeypatch,
         folder: name for folder, name in folders.items() if name
     }
     assert "1 validation images are left out" in caplog.text and "crane" in caplog.text
-    # the classes of a model of one's own have no numbers
+    # a user's own classes have no numbers
     save_model(tmp_path / "run" / "model")
     assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "photos")]) == 2
     assert "has a class that the model knows" in capsys.readouterr().err

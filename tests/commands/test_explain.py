@@ -179,7 +179,7 @@ def test_bad_input_is_one_line_and_writes_nothing(run, tmp_path, capsys):
         "large.png: more than": (run, large),
         "missing.png": (run, tmp_path / "missing.png"),
         "has 2 layers": (run, good, "--layers", 3),
-        "knows the classes rose": (run, good, "--class", "nettle"),
+        "its classes are rose": (run, good, "--class", "nettle"),
         "not an HGRN model": (folder, good),
         "is a file": (run, good, "--output", good),
     }

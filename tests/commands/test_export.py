@@ -27,7 +27,7 @@ OTHER_SHAPES = [(1, 3, 16, 16), (5, 3, 8, 60), (2, 3, 36, 24), (1, 3, 512, 8)]
 
 
 def save(folder, **arguments):
-    """A run's folder with a model of one block, since the exporter takes seconds for each."""
+    """A run folder with a one-block model, since the exporter takes seconds per block."""
     arguments = {**SMALL, "depth": 1, **arguments}
     model = timm.create_model("hgrn_deit_tiny", num_classes=3, **arguments)
     config = {"label_names": CLASSES}
@@ -70,14 +70,14 @@ def test_onnx(run, tmp_path):
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     assert {node.domain for node in model.graph.node} == {""} and not model.functions
-    # neither the sources nor where they lay
+    # neither the sources nor their paths
     assert b"torch_scan" not in path.read_bytes()
     for size in ((16, 16), (90, 61), (33, 200)):
         check_example(run, path, write_image(tmp_path / f"{size}.jpg", 3, size))
 
 
 def check_example(run, path, image):
-    """The example's script answers as the package does, where neither it nor torch can be imported."""
+    """The example script gives the package's answers although neither the package nor torch can be imported."""
     blocked = "import sys, runpy; sys.modules.update(dict.fromkeys(['torch', 'timm', 'hgrn_vision', 'onnx']))"
     command = f"{blocked}; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     script = ROOT / "examples" / "run_onnx.py"
@@ -215,7 +215,7 @@ def test_onnx_operators(fixed_size, tmp_path):
 
 @pytest.mark.parametrize("fixed_size, most", [(False, 2000), (True, 1200)], ids=["any size", "fixed size"])
 def test_number_of_onnx_operators(fixed_size, most, tmp_path):
-    """Of 12 blocks, those in the bodies of scans among them."""
+    """For 12 blocks, including those in the bodies of scans."""
     one, two = (
         operators(onnx_graph(tmp_path / str(depth), fixed_size, depth=depth, img_size=224, patch_size=16))
         for depth in (1, 2)
@@ -243,11 +243,11 @@ def test_a_file_that_differs_is_removed(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export, "load_model", load_another)
     path = tmp_path / "wrong.torchscript"
     assert main(["export", str(run), "--format", "torchscript", "--output", str(path)]) == 1
-    assert len(loads) == 2 and "differs by 2.0e-04" in capsys.readouterr().err
+    assert len(loads) == 2 and "differs from the model by 2.0e-04" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_not_a_number_is_no_agreement(run, tmp_path, monkeypatch, capsys):
+def test_nan_does_not_count_as_agreement(run, tmp_path, monkeypatch, capsys):
     def broken(kind, path, inputs):
         return {name: np.full((len(images), 3), np.nan, np.float32) for name, images in inputs.items()}
 

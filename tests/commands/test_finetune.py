@@ -251,7 +251,7 @@ def loose_files(folder):
 
 BAD = {
     "one image per class": (one_image_each, "one image per class is too few"),
-    "mostly broken": (mostly_broken, "8 of 16 images of .* are unreadable, more than --max-bad-fraction 0.25"),
+    "mostly broken": (mostly_broken, "8 of 16 images in .* are unreadable, more than --max-bad-fraction 0.25"),
     "one class": (one_class, r"only one class \(a\)"),
     "no folders": (loose_files, "expected one sub-folder per class"),
     "nothing": (lambda folder: folder / "missing", "no such file or folder"),

@@ -1,4 +1,4 @@
-"""Arguments that several commands have."""
+"""Arguments shared by several commands."""
 
 import argparse
 import io
@@ -23,12 +23,12 @@ def parsed(add, *argv):
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", "", "²"])
-def test_numbers_that_are_too_small_or_none(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number of at least 1"):
+def test_texts_that_are_not_positive_integers(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a positive integer"):
         at_least_one(text)
 
 
-def test_numbers_from_one():
+def test_positive_integers():
     assert (at_least_one("1"), at_least_one("032")) == (1, 32)
 
 
@@ -44,7 +44,7 @@ def test_what_commands_on_many_images_take():
 def test_zero_is_refused_for_each(flag, capsys):
     with pytest.raises(SystemExit, match="2"):
         parsed(add_inference_arguments, flag, "0")
-    assert f"argument {flag}: '0' is not a whole number of at least 1" in capsys.readouterr().err
+    assert f"argument {flag}: '0' is not a positive integer" in capsys.readouterr().err
 
 
 def test_only_what_was_typed_is_given():
@@ -103,10 +103,10 @@ def test_images_are_found_in_order_and_missing_ones_are_passed_on(tmp_path, monk
         *("b/10.JPG", "b/2.png", "b/a/5.png", "b/c/3.png", "b/d/4.png"),
         "missing.png",
     ]
-    # a folder without images gets a row of its own, and so does a pattern without matches
+    # a folder without images gets its own row, and so does a pattern without matches
     assert list(find_images(["empty", "*.gif"])) == ["empty", "*.gif"]
     assert list(find_images(["b/*.png", "**/3.png"])) == ["b/2.png", "b/c/3.png"]
-    # a file that is there is no pattern
+    # the name of an existing file is not a pattern
     assert list(find_images(["a/[odd].png"])) == ["a/[odd].png"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a/1.webp\r\n\n-\nb/c\n")))
     assert list(find_images(["-"])) == ["a/1.webp", "b/c/3.png"]

@@ -42,14 +42,14 @@ def test_size_and_cost_of_a_pyramid():
 
 def test_cost_of_the_matmuls_as_torch_counts_it():
     model = timm.create_model("hgrn_deit_tiny", embed_dim=32, depth=2, patch_size=16, num_classes=7)
-    # inside autocast's dtype nothing is computed in place, which torch's counter would overlook
+    # under autocast no matmul runs in place; torch's counter would overlook those
     with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(torch.zeros(1, 3, 224, 224))
     assert matmul_cost(model) == counter.get_total_flops() / 2
 
 
 class Counted:
-    """A number that counts the multiplications it takes part in."""
+    """A number that counts the multiplications it is used in."""
 
     count = 0
 
@@ -99,4 +99,4 @@ def test_the_list_has_every_model(capsys):
     assert main(["models", "*_small*"]) == 0
     assert capsys.readouterr().out.count("G  224x224") == 6
     assert main(["models", "vit*"]) == 2
-    assert "no model is named vit*; there are hgrn1d_vit_small" in capsys.readouterr().err
+    assert "no model matches vit*; known models: hgrn1d_vit_small" in capsys.readouterr().err

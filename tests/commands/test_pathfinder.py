@@ -40,7 +40,7 @@ def test_more_images_begin_with_the_same_ones(tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--images", "0"], "'0' is not a whole number of at least 1"),
+        (["--images", "0"], "'0' is not a positive integer"),
         (["--images", "1"], "--images must be at least 2"),
         (["--images", "4", "--size", "8"], "--size must be at least 16 pixels, got 8"),
         (["--images", "4", "--size", "32", "--seed", "x"], "invalid int value: 'x'"),

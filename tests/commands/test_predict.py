@@ -1,4 +1,4 @@
-"""hgrn-vision predict: one row an input, in order, whatever the inputs are."""
+"""hgrn-vision predict: one row per input, in order, whatever the inputs are."""
 
 import csv
 import html.parser
@@ -160,7 +160,7 @@ def test_odd_images(model, tmp_path, capsys):
         "not an image in a known format",
         "empty file",
         "more than 89,478,485 pixels",
-        "a folder without images",
+        "folder without images",
         "No such file or directory",
     ]
     _, rows = rows_of(capsys, model, tmp_path / "wide.png", "--max-pixels", 599)
@@ -271,12 +271,12 @@ def test_ctrl_c_and_a_closed_pipe_in_a_process_of_its_own(model, images, tmp_pat
 
 
 def test_memory_does_not_grow_with_the_number_of_files(model, images, tmp_path, monkeypatch):
-    """Images are dropped when they are classified, and their rows when they are written."""
+    """Images are freed once they are classified, and rows once they are written."""
     numbers = itertools.count()
     alive, thumbnails, most = weakref.WeakValueDictionary(), weakref.WeakValueDictionary(), [0, 0]
 
     class Thumbnail(str):
-        """Goes with the row; unlike a plain string it can be referred to weakly."""
+        """Freed with its row; unlike a plain string it can have weak references."""
 
     def opened(*args):
         image = alive[next(numbers)] = open_image(*args)
@@ -318,7 +318,7 @@ def test_no_progress_between_rows_on_a_screen(model, images, tmp_path, monkeypat
     assert ("5/5" in sys.stderr.getvalue()) == shown
 
 
-def test_progress_where_someone_watches(model, images, tmp_path, monkeypatch):
+def test_progress_on_a_terminal(model, images, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert main(["predict", model, *images, "--csv", str(tmp_path / "out.csv")]) == 0
     assert "5/5" in sys.stderr.getvalue() and " images" in sys.stderr.getvalue()

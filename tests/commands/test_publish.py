@@ -1,4 +1,4 @@
-"""hgrn-vision publish: a folder that timm and the Hub understand, whole or not at all."""
+"""hgrn-vision publish: a folder that timm and the Hub understand, complete or not written at all."""
 
 import json
 
@@ -8,6 +8,7 @@ import torch
 import yaml
 from PIL import Image
 from saved_models import CLASSES, SMALL, save_model, small_model, write_image
+from timm.models import save_for_hf
 
 from hgrn_vision.cli import main
 from hgrn_vision.inference.pretrained import load_model
@@ -51,6 +52,16 @@ def test_the_card(run, tmp_path):
     assert all(f"\n    {name}\n" in text for name in CLASSES)
     code = text.split("```python\n")[1].split("```")[0]
     assert code.startswith("import hgrn_vision") and "hf-hub:USER/flowers" in code
+    assert "gated linear recurrence" in text
+
+
+def test_the_card_of_another_architecture_does_not_name_this_package(tmp_path):
+    config = {"label_names": CLASSES}
+    save_for_hf(timm.create_model("test_vit", num_classes=3), tmp_path / "run" / "model", model_config=config)
+    assert main(["publish", str(tmp_path / "run"), str(tmp_path / "vit")]) == 0
+    text = front_matter(tmp_path / "vit")[1]
+    assert "The architecture is one of timm's." in text
+    assert "gated linear recurrence" not in text and "import hgrn_vision" not in text
 
 
 def test_the_cards_example_runs(run, tmp_path, monkeypatch):

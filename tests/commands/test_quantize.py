@@ -1,4 +1,4 @@
-"""hgrn-vision export --int8: small files, their answers beside the model's, and what is said of them."""
+"""hgrn-vision export --int8: small files, their answers next to the model's, and what is printed about them."""
 
 import importlib.util
 import re
@@ -56,7 +56,7 @@ def exact(run):
 
 @pytest.fixture
 def already_exported(exact, monkeypatch):
-    """The exporter takes seconds: it hands out the file that it has made before."""
+    """The exporter takes seconds, so it returns a file that was made before."""
     known = export.FORMATS["onnx"]._replace(write=lambda loaded, path: shutil.copyfile(exact, path))
     monkeypatch.setitem(export.FORMATS, "onnx", known)
 
@@ -71,13 +71,13 @@ def change(run, path, images):
     pixels = torch.stack([loaded.prepare(_quantize.open_unlabelled(str(images)).load(i)) for i in range(12)])
     with torch.no_grad():
         want = loaded.model(pixels).softmax(-1).numpy()
-    # in the same batches, since ranges that are not fixed are those of a batch
+    # in the same batches, since ranges that are not fixed depend on the batch
     logits = [file.run(None, {"images": part.numpy()})[0] for part in pixels.split(_quantize.BATCH)]
     got = torch.from_numpy(np.concatenate(logits)).softmax(-1).numpy()
     return 100 * np.mean(want.argmax(1) == got.argmax(1)), np.abs(want - got).max(), got
 
 
-@pytest.mark.parametrize("calibrated", [False, True], ids=["as they come", "calibrated"])
+@pytest.mark.parametrize("calibrated", [False, True], ids=["measured in every call", "calibrated"])
 def test_a_small_file_with_nearly_the_same_answers(calibrated, run, exact, already_exported, photos, tmp_path, capsys):
     path = tmp_path / "small.onnx"
     calibrate = ["--calibrate", str(photos)] if calibrated else []
@@ -92,13 +92,13 @@ def test_a_small_file_with_nearly_the_same_answers(calibrated, run, exact, alrea
     assert {"Conv", "LayerNormalization"} <= operators and not operators & {"ConvInteger", "QLinearConv"}
     agreement, largest, got = change(run, path, photos)
     assert agreement >= 90 and 1e-6 < largest < 0.1
-    told = re.search(r"12 images of .* first class for (.*)%, largest change of a probability (.*)\n", printed)
+    told = re.search(r"12 images from .* top class for (.*)%, largest change of a probability (.*)\n", printed)
     assert float(told[1]) == pytest.approx(agreement, abs=0.01) and float(told[2]) == pytest.approx(largest, abs=2e-3)
     accuracy = re.search(r"top-1 (.*)% in float32, (.*)% in int8", printed)
     # sub-folders in the order of their names
     labels = np.repeat([CLASSES.index(name) for name in sorted(CLASSES)], 4)
     assert float(accuracy[2]) == pytest.approx(100 * np.mean(got.argmax(1) == labels), abs=0.01)
-    assert (f"fixed on {photos}" if calibrated else "as they come") in printed
+    assert (f"fixed on {photos}" if calibrated else "measured in every call") in printed
 
     image = write_image(tmp_path / "a.png", 3)
     command = [sys.executable, "-X", "utf8", ROOT / "examples" / "run_onnx.py", path, image]
@@ -128,7 +128,7 @@ def test_the_page_runs_the_small_model(run, photos, tmp_path, capsys):
     folder = tmp_path / "site"
     argv = ["export", str(run), "--format", "web", "--int8", "--calibrate", str(photos), "--output", str(folder)]
     assert main(argv) == 0
-    assert f"12 images of {photos}: the same first class" in capsys.readouterr().out
+    assert f"12 images from {photos}: same top class" in capsys.readouterr().out
     text = (folder / "index.html").read_text("utf-8")
     assert "This page runs onnx/model_quantized.onnx" in text and '"url": "onnx/model_quantized.onnx"' in text
     operators = {node.op_type for node in onnx.load(folder / "onnx" / "model_quantized.onnx").graph.node}
@@ -136,7 +136,7 @@ def test_the_page_runs_the_small_model(run, photos, tmp_path, capsys):
     assert {path.name for path in (folder / "onnx").iterdir()} == {"model.onnx", "model_quantized.onnx"}
 
 
-def test_answers_that_are_no_numbers_are_no_file(run, already_exported, photos, tmp_path, monkeypatch, capsys):
+def test_a_file_that_answers_with_nan_is_not_written(run, already_exported, photos, tmp_path, monkeypatch, capsys):
     found = _quantize.Change(12, 0.0, float("nan"), None)
     monkeypatch.setattr(_quantize, "compare", lambda *args: found)
     argv = ["export", str(run), "--int8", "--check", str(photos), "--output", str(tmp_path / "a.onnx")]
@@ -150,10 +150,10 @@ def test_bad_input_is_one_line(run, photos, tmp_path, monkeypatch, capsys):
     (tmp_path / "taken.onnx").write_text("mine")
     nowhere, output = str(tmp_path / "none"), ["--output", str(tmp_path / "new.pt2")]
     cases = {
-        "--int8 is for --format onnx and web, not pt2": ["--int8", "--format", "pt2", *output],
+        "--int8 works with --format onnx and web, not pt2": ["--int8", "--format", "pt2", *output],
         "onnx and web, not torchscript": ["--int8", "--format", "torchscript", *output],
-        "--calibrate is for --int8": ["--calibrate", str(photos), *output],
-        "--check is for --int8": ["--check", str(photos), *output],
+        "--calibrate needs --int8": ["--calibrate", str(photos), *output],
+        "--check needs --int8": ["--check", str(photos), *output],
         f"no images in {empty}": ["--int8", "--calibrate", str(empty), "--check", str(photos), *output],
         f"no images in {empty} or": ["--int8", "--check", str(empty), *output],
         f"no such folder: {nowhere}": ["--int8", "--calibrate", nowhere, "--check", str(photos), *output],

@@ -1,4 +1,4 @@
-"""hgrn-vision train: its flags, its recipes, what it says, what it refuses."""
+"""hgrn-vision train: its flags, its recipes, what it prints, what it refuses."""
 
 import argparse
 import subprocess
@@ -150,7 +150,7 @@ def test_the_script_runs_from_any_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_evaluation_is_told_once_with_the_first_unreadable_images(monkeypatch, capsys):
+def test_an_evaluation_is_printed_once_with_the_first_unreadable_images(monkeypatch, capsys):
     bad = [BadRecord("validation", number, f"{number}.png", "empty file") for number in range(30)]
     evaluation = SimpleNamespace(top1=71.25, top5=90.5, loss=1.5, images=400, bad=bad)
     for main_rank in (False, True):

@@ -61,7 +61,7 @@ def site(run):
 
 @pytest.fixture(scope="module")
 def offline_site(run, site):
-    """The same with a runtime of its own."""
+    """The same with its own copy of the runtime."""
     folder = run.parent / "offline"
     shutil.copytree(site, folder)
     _web.write_site(folder, load_model(str(run), "cpu"), "flowers", 0.0, str(RUNTIME))
@@ -77,7 +77,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, offline_site):
-    """The page, ready for an image; it must have talked to its own host alone, and made no error."""
+    """The page, ready for an image; it must have contacted only its own host, and raised no error."""
     with serve(offline_site) as address:
         browser.resize(1200, 900)
         browser.open(address)
@@ -90,7 +90,7 @@ def page(browser, offline_site):
 
 
 def answers(folder, images, tmp_path):
-    """What `predict` says of images: for each, the probability of every class."""
+    """The answers of `predict`: the probability of every class for each image."""
     path = tmp_path / "answers.csv"
     files = [str(image) for image in images]
     assert main(["predict", str(folder), *files, "--top", "3", "--csv", str(path)]) in (0, 1)
@@ -99,7 +99,7 @@ def answers(folder, images, tmp_path):
     return [{row[f"label{n}"]: float(row[f"probability{n}"]) for n in ("", "_2", "_3")} for row in rows]
 
 
-def test_the_folder_is_whole(run, site, tmp_path):
+def test_the_folder_is_complete(run, site, tmp_path):
     files = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
     models = {"onnx/model.onnx", "onnx/model_quantized.onnx"}
     assert files == {"index.html", "labels.json", "config.json", "preprocessor_config.json", *models}
@@ -133,7 +133,7 @@ def test_bad_input_is_one_line(run, site, tmp_path, capsys):
         "not the npm package": [str(run), *web, str(tmp_path / "new"), "--runtime", str(tmp_path)],
         "3 channels of 16 x 24": [str(wide), *web, str(tmp_path / "new")],
         "1 channels of 16 x 16": [str(grey), *web, str(tmp_path / "new")],
-        "--runtime is for --format web": [str(run), "--output", str(tmp_path / "a.onnx"), "--runtime", "."],
+        "--runtime needs --format web": [str(run), "--output", str(tmp_path / "a.onnx"), "--runtime", "."],
     }
     for message, argv in cases.items():
         assert main(["export", *argv]) == 2
@@ -147,7 +147,7 @@ def test_pages_that_python_could_not_equal_are_refused(run):
     loaded = load_model(str(run), "cpu")
     for changes in ({"interpolation": "nearest"}, {"crop_pct": 1.5}):
         object.__setattr__(loaded, "spec", loaded.spec._replace(**changes))
-        with pytest.raises(ValueError, match="resizes by lanczos, bilinear"):
+        with pytest.raises(ValueError, match="supports lanczos, bilinear"):
             _web.check_model(loaded)
 
 
@@ -176,7 +176,7 @@ def test_photographs_get_the_answers_of_predict(page, run, tmp_path):
         suffix = ("jpg", "png", "webp")[seed % 3]
         images.append(tmp_path / f"{seed}.{suffix}")
         scene(seed, (60 + 13 * seed, 200 - 7 * seed)).save(images[-1], quality=90)
-    # lying on its side, and with a hole that shows white
+    # one image rotated by EXIF, one partly transparent, so that white shows through
     turned = scene(20, (150, 90)).getexif()
     turned[0x112] = 6
     scene(20, (150, 90)).save(tmp_path / "turned.jpg", exif=turned)
@@ -200,7 +200,7 @@ def test_photographs_get_the_answers_of_predict(page, run, tmp_path):
     not (shutil.which("node") and node_package("@huggingface/transformers")), reason="no transformers.js"
 )
 def test_transformers_js_loads_the_folder(run, site, tmp_path):
-    """Its image-classification pipeline, with either model; of one colour, since its resizing is its own."""
+    """Its image-classification pipeline, with either model; images of one colour, since it resizes differently."""
     Image.new("RGB", (64, 48), (200, 60, 20)).save(tmp_path / "a.png")
     (want,) = answers(run, [tmp_path / "a.png"], tmp_path)
     script = """

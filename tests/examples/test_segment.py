@@ -58,7 +58,7 @@ def test_learns_in_the_right_direction(tmp_path, capsys):
     out = capsys.readouterr().out
     losses = [float(line.split("loss ")[1].split()[0]) for line in out.splitlines() if line.startswith("step ")]
     assert losses[-1] < 0.8 * losses[0]
-    # background everywhere would be 0.4
+    # predicting only background would give 0.4
     assert iou > 0.55
     assert f"mean IoU {iou:.3f}" in out
     with Image.open(tmp_path / "out" / "result.png") as drawn:
@@ -71,14 +71,14 @@ def test_a_folder_of_images_and_masks(tmp_path, capsys):
     options = ["--steps", "6", "--batch-size", "2", "--side", "32", "--output", str(output)]
     assert segment.main([str(images), str(masks), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "U-Net over hgrn_pyramid_tiny, 2 classes, 4 training and 1 validation images"
+    assert lines[0] == "U-Net with hgrn_pyramid_tiny, 2 classes, 4 training and 1 validation images"
     assert lines[-1].startswith("mean IoU 0.")
     import segmentation_models_pytorch as smp
 
     model = smp.from_pretrained(output / "unet").eval()
     image, mask = segment.read_pairs(images, masks, 32)[0][0]
     assert segment.predict(model, image).shape == mask.shape == (32, 36)
-    # nothing is written over
+    # nothing is overwritten
     assert segment.main([str(images), str(masks), *options]) == 2
     assert "out is not an empty folder" in capsys.readouterr().err
 
@@ -139,15 +139,15 @@ def spoil(folder, what):
 @pytest.mark.parametrize(
     "what, message",
     [
-        ("mask missing", "1 of 5 files have no mask in {}/masks, such as {}/images/3.jpg"),
-        ("image missing", "1 of 5 files have no image in {}/images, such as {}/masks/3.png"),
+        ("mask missing", "1 of 5 files have no mask in {}/masks, for example {}/images/3.jpg"),
+        ("image missing", "1 of 5 files have no image in {}/images, for example {}/masks/3.png"),
         ("sizes", "{}/images/2.jpg has 40x36 pixels, its mask {}/masks/2.png has 41x36"),
-        ("colours", "{}/masks/2.png: a mask must have one channel with the number of the class, not colours"),
+        ("colours", "{}/masks/2.png: a mask must have one channel of class numbers, not colours"),
         ("jpeg", "{}/masks/2.png: JPEG changes the values of a mask; save masks as PNG"),
-        ("broken mask", "{}/masks/2.png: not an image that can be read (UnidentifiedImageError)"),
+        ("broken mask", "{}/masks/2.png: not a readable image (UnidentifiedImageError)"),
         ("broken image", "{}/images/2.jpg: not an image in a known format"),
-        ("twice", "{}/masks/2.bmp and 2.png have the same name but for the ending"),
-        ("one value", "all masks in {}/masks have the value 0 everywhere: there is nothing to tell apart"),
+        ("twice", "{}/masks/2.bmp and 2.png differ only in their extension"),
+        ("one value", "all masks in {}/masks have the value 0 everywhere; expected at least two classes"),
         ("empty", "{}/images has no files"),
     ],
 )

@@ -26,8 +26,8 @@ def test_a_table_and_a_chart(tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--sizes", "100"], "--sizes must be multiples of 32, from 64 on, got 100"),
-        (["--sizes", "32"], "--sizes must be multiples of 32, from 64 on, got 32"),
+        (["--sizes", "100"], "--sizes must be multiples of 32, at least 64, got 100"),
+        (["--sizes", "32"], "--sizes must be multiples of 32, at least 64, got 32"),
         (["--chart", "nowhere/chart.png"], "--chart: no such folder: nowhere"),
     ],
 )

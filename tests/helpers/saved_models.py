@@ -1,4 +1,4 @@
-"""Small models in folders, weights as the package has them, and images, for the tests of the commands."""
+"""Small models in folders, packaged weights, and images, for the tests of the commands."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ def small_model(num_classes=3, seed=0):
 
 
 def save_model(folder, class_names=CLASSES, seed=0):
-    """The model folder that a run leaves behind."""
+    """Write a model folder as a run does; returns the model."""
     model = small_model(len(class_names), seed)
     config = {"label_names": list(class_names)}
     save_for_hf(model, folder, model_config=config, model_args=dict(SMALL), safe_serialization=True)

@@ -1,4 +1,4 @@
-"""Inputs and measures that the tests of the scan's backends share."""
+"""Inputs and error measures shared by the tests of the scan's backends."""
 
 import torch
 

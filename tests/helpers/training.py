@@ -1,4 +1,4 @@
-"""Small training set-ups that several test files share."""
+"""Small training set-ups shared by several test files."""
 
 from typing import Any
 

@@ -39,8 +39,8 @@ def test_only_a_few_batches_are_read_ahead(loaded, images):
     answers.close()
 
 
-def test_what_is_not_wanted_any_more_is_not_read(loaded, images, monkeypatch):
-    """Of the batch that is decoded ahead, only what a thread has begun is finished."""
+def test_images_that_are_no_longer_wanted_are_not_read(loaded, images, monkeypatch):
+    """Of the batch that is decoded ahead, only images that a thread has started on are finished."""
     read, cancelled, started, released = [], [], threading.Event(), threading.Event()
     cancel = Future.cancel
 

@@ -25,7 +25,7 @@ def test_mixing_matrix_times_c_is_the_state(ablation):
         model(images)
         recurrences = list(model.recurrences(images))
         for i, recurrence in enumerate(recurrences):
-            state = normed[i]  # gated, but for the variant whose gate follows the norm
+            state = normed[i]  # gated, except in the variant whose gate follows the norm
             gate = (
                 projected[i][..., -2 * model.embed_dim :] + model.blocks[i].mixer.in_proj.bias[-2 * model.embed_dim :]
             )
@@ -37,7 +37,7 @@ def test_mixing_matrix_times_c_is_the_state(ablation):
                 if not model.blocks[i].mixer.gate_after_norm:
                     got = got * gate[image].double().sigmoid()
                 torch.testing.assert_close(got.float(), state[image].float(), atol=1e-5, rtol=1e-5)
-                # the diagonal of both directions adds up, since nothing has turned there yet
+                # the diagonals of both directions add up, since nothing has rotated there yet
                 strength = matrix.abs().mean(dim=0).float()
                 torch.testing.assert_close(torch.from_numpy(mixing_strength(recurrence, image)), strength)
     if ablation.get("bidirectional") is False:
@@ -45,7 +45,7 @@ def test_mixing_matrix_times_c_is_the_state(ablation):
 
 
 def scene(digit, row, column):
-    """A digit on a dark, noisy ground of 16x16 pixels, normalised."""
+    """A digit on a dark, noisy background of 16x16 pixels, normalised."""
     image = 0.05 * torch.rand(1, 16, 16)
     image[:, row : row + 8, column : column + 8] += torch.from_numpy(digit / 16).float()
     return (image.clamp(0, 1).expand(3, -1, -1) - 0.5) / 0.5

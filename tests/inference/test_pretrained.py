@@ -1,4 +1,4 @@
-"""Models for the commands, from every place that they may lie in."""
+"""Loading models for the commands, from everywhere they may be stored."""
 
 import shutil
 
@@ -69,7 +69,7 @@ def test_by_the_name_of_a_model_whose_weights_come_with_the_package(name, tmp_pa
     assert [names[i] for i in (134, 517)] == ["crane (n02012849)", "crane (n03126707)"]
     assert names[638] != names[639] and "maillot" in names[638] and "maillot" in names[639]
     assert loaded.aliases[134][0] == "n02012849"
-    # a folder of the name goes first, as it always has
+    # a folder of that name takes precedence
     save_model(tmp_path / name)
     loaded = load_model(name)
     assert loaded.class_names == CLASSES and loaded.aliases == []
@@ -77,7 +77,7 @@ def test_by_the_name_of_a_model_whose_weights_come_with_the_package(name, tmp_pa
 
 @pytest.mark.parametrize("name", ["hgrn_deit_small", "hgrn_deit_tiny.untrained", "resnet50"])
 def test_a_registered_name_without_weights(name):
-    with pytest.raises(ValueError, match=f"this package has no weights for {name}, only for hgrn_deit_tiny$"):
+    with pytest.raises(ValueError, match=f"the package has no weights for {name}, only for hgrn_deit_tiny$"):
         load_model(name)
 
 
@@ -153,7 +153,7 @@ def test_weights_that_do_not_fit_their_folder(tmp_path):
         load_model(str(tmp_path / "part.safetensors"))
 
 
-def test_a_released_checkpoint_says_which_model_it_is_of(tmp_path):
+def test_a_released_checkpoint_determines_its_model(tmp_path):
     from tests.model.test_weights import released_state_dict
 
     state = released_state_dict(depth=12, d=192, classes=5)

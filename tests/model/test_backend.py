@@ -1,4 +1,4 @@
-"""Who computes: the choice by device, dtype, name and environment; the operators under PyTorch's own checks."""
+"""Which backend runs, by device, dtype, name and environment; the operators under PyTorch's own checks."""
 
 import inspect
 import logging
@@ -34,7 +34,7 @@ def resolved(dtype=torch.float32, name=None):
 
 @pytest.mark.parametrize("name, operation", [(name, op) for name, row in backend.TABLE.items() for op in row.modules])
 def test_a_backends_modules_keep_to_the_contract(name, operation):
-    """Every function of the operation's protocol is there, with the same parameters in the same order."""
+    """Every function of the operation's protocol exists, with the same parameters in the same order."""
     module = backend.kernels(name, operation)
     contract = {
         key: value for key, value in vars(backend.OPERATIONS[operation]).items() if isinstance(value, staticmethod)
@@ -61,7 +61,7 @@ def test_auto_follows_device_and_dtype(caplog):
             assert resolved(torch.float16) == "torch"
             assert backend.choose(torch.device("mps"), torch.float32) == "torch"
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == len(set(messages)) == 5  # each choice is said once
+    assert len(messages) == len(set(messages)) == 5  # each choice is logged once
     assert "torch backend for torch.float16 on cpu: cpu cannot run, it has no kernels for torch.float16" in messages
 
 
@@ -96,7 +96,7 @@ def test_a_backend_asked_for_by_name_raises_where_it_cannot_run():
 
 
 def record_kernels(monkeypatch):
-    """The names of the CPU kernels as they are called from now on."""
+    """A list that records the name of every CPU kernel called from now on."""
     calls = []
     kernels = [(cpu_scan, "forward"), (cpu_scan, "backward"), (cpu_glu, "forward"), (cpu_glu, "backward")]
     for module, name in [*kernels, (cpu_block, "forward")]:
@@ -156,7 +156,7 @@ def test_tracing_records_plain_operations():
 
 
 def test_kernels_run_with_and_without_gradients(monkeypatch):
-    """The model really takes the kernels, not the fallback."""
+    """The model really uses the kernels, not the fallback."""
     calls = record_kernels(monkeypatch)
     model = timm.create_model("hgrn_deit_tiny", **MODEL)
     x = torch.randn(1, 3, 16, 16)
@@ -166,7 +166,7 @@ def test_kernels_run_with_and_without_gradients(monkeypatch):
     calls.clear()
     model(x).sum().backward()
     assert calls[:4] == ["forward", "glu_forward"] * 2
-    # the activation of the GLU is not kept but computed again
+    # the activation of the GLU is not saved but recomputed
     assert sorted(calls[4:]) == sorted(["backward", "glu_backward", "glu_forward"] * 2)
 
 
@@ -257,7 +257,7 @@ except RuntimeError as error:
 
 
 def test_memory_of_training_is_that_of_the_kept_tensors():
-    """Autograd keeps the inputs of scan and GLU, and rebuilds what follows from them cheaply."""
+    """Autograd saves the inputs of the scan and the GLU, and recomputes what follows cheaply."""
     B, T, D = 2, 64, 32
     model = timm.create_model("hgrn_deit_tiny", img_size=64, patch_size=8, embed_dim=D, depth=1, num_classes=3)
     block = model.blocks[0]

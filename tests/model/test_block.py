@@ -154,7 +154,7 @@ def test_every_image_is_in_one_share(B, T, threads):
     assert sum(images for images, _, _ in shares) == B
     for images, group, slices in shares:
         assert group <= images and (group < 2 or slices == 1 and group * T <= cpu_block.SLICE)
-        # nobody waits long for others: in rounds of threads, most of them have something to do
+        # no thread waits long for the others: in each round most of them have work
         units = -(-images // group) if group else images * slices
         assert -(-units // threads) * threads <= 1.1 * units
 
@@ -237,18 +237,18 @@ WATCHES = {
 
 
 @pytest.mark.parametrize("change", WATCHES.values(), ids=WATCHES)
-def test_layers_run_one_by_one_when_it_would_be_noticed(calls, change):
+def test_layers_run_one_by_one_where_a_kernel_would_behave_differently(calls, change):
     block = make_block(local_conv=3)
     change(block)
     try:
         block(torch.randn(2, 9, 64), torch.rand(64), (3, 3))
-    except (RuntimeError, TypeError) as failure:  # as from any layer whose weights have another dtype, or arguments
+    except (RuntimeError, TypeError) as failure:  # as from any layer with weights of another dtype or other arguments
         assert re.search("dtype|type.*should be the same|positional", str(failure))
     assert not calls
 
 
 def test_autocast_runs_the_layers_one_by_one(calls):
-    """A block may get tokens in float32 there, although its matmuls are to run in bfloat16."""
+    """Under autocast a block may get float32 tokens although its matmuls should run in bfloat16."""
     block, x, lower_bound = make_block(), torch.randn(2, 9, 64), torch.rand(64)
     with torch.autocast("cpu", torch.bfloat16):
         block(x, lower_bound)
@@ -285,7 +285,7 @@ def test_traces_record_the_operations_whatever_backend_is_asked_for():
 
 @pytest.mark.parametrize("path", cpu_library.BLOCK_WEIGHTS)
 def test_every_weight_reaches_the_kernel_by_its_name(calls, path):
-    """Another value of one weight changes the kernel's output as it changes the definition's."""
+    """Changing one weight changes the kernel's output just as it changes the definition's."""
     block, x, lower_bound = make_block(), torch.randn(2, 9, 64), torch.rand(64)
     before = block(x, lower_bound)
     weight = lower_bound if path == "lower_bound" else block.get_parameter(path)
@@ -328,7 +328,7 @@ def test_where_it_is_used(calls, threads):
     with torch.inference_mode():
         model(x)
     assert len(calls) == 24
-    # what was made in inference mode is of use outside it
+    # what was created in inference mode can be used outside it
     cpu_block.release_memory()
     with torch.inference_mode():
         want = model(x).clone()
@@ -355,7 +355,7 @@ def test_a_matmul_is_tried_before_it_is_used(monkeypatch, library):
 
 
 def test_trying_the_matmul_leaves_random_numbers_alone():
-    """A resumed run tries it at another step than an uninterrupted run, and must stay equal to it."""
+    """A resumed run tries the kernel at another step than an uninterrupted run, and must match it exactly."""
     state = torch.get_rng_state()
     cpu_block._blas.cache_clear()
     assert cpu_block.is_faster(torch.empty(2, 9, 64))

@@ -1,4 +1,4 @@
-"""local_conv: the same numbers from every backend, by autograd and for a compiler."""
+"""local_conv: the same values from every backend, under autograd and torch.compile."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Files that are written whole: their permissions, and what an error leaves."""
+"""Atomic writes: the permissions of the files, and what is left after an error."""
 
 import errno
 import os
@@ -67,7 +67,7 @@ def test_a_folder_has_its_name_when_all_of_it_is_there(tmp_path):
         assert os.listdir(folder.parent) == [temporary.name] != ["folder"]
         raise KeyboardInterrupt
     assert os.listdir(folder.parent) == []
-    # an empty folder may have the name already
+    # an empty folder of that name may already exist
     folder.mkdir()
     for taken in (False, True):
         try:

@@ -1,4 +1,4 @@
-"""What a timm model owes, for every registered model or a small one of the same class."""
+"""What timm expects of a model, for every registered model or a small one of the same class."""
 
 import copy
 import itertools
@@ -168,8 +168,8 @@ def test_images_of_a_batch_do_not_mix():
     torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
 
 
-def test_turning_the_image_turns_the_map_of_a_grid_scan():
-    """Rows and columns are scanned alike, so that a transposed image gives the transposed map."""
+def test_transposing_the_image_transposes_the_map_of_a_grid_scan():
+    """Rows and columns are scanned alike, so a transposed image gives the transposed map."""
     model = small("hgrn2d_deit_tiny", patch_size=1).double().eval()
     x = images((5, 7), batch=1).double()
     (whole,), (turned,) = (model.forward_intermediates(y, 1, intermediates_only=True) for y in (x, x.transpose(2, 3)))
@@ -344,7 +344,7 @@ def test_grad_checkpointing_gives_the_same_gradients():
     passes.clear()
     model.set_grad_checkpointing()
     assert all(itertools.starmap(torch.equal, zip(plain, gradients(), strict=True)))
-    # backward computes each block again
+    # backward recomputes each block
     assert len(passes) == 6 and set(passes) == set(model.blocks)
     passes.clear()
     model.set_grad_checkpointing(False)
@@ -391,7 +391,7 @@ def test_any_other_size_is_padded_with_zeros_below_and_to_the_right(size):
     padded[:, :, : size[0], : size[1]] = x
     tokens = model.forward_features(x)
     assert tokens.shape == (2, rows * columns, 24)
-    # patches that the image fills in part are tokens like any other: in the scans, in the mean and in the maps
+    # partly padded patches are tokens like any other: in the scans, in the mean and in the maps
     assert torch.equal(tokens, model.forward_features(padded))
     torch.testing.assert_close(model.forward_head(tokens, pre_logits=True), RmsNorm()(tokens.mean(1)))
     assert torch.equal(model(x), model(padded))
@@ -443,7 +443,7 @@ def test_torchscript(options):
 
 @pytest.mark.parametrize("options", [{}, *ABLATIONS, *LOCAL], ids=str)
 def test_fx_tracing_is_bit_equal_and_scripts(options):
-    # a width that the kernel for whole blocks takes
+    # a width that the kernel for whole blocks supports
     model = small(**options, embed_dim=32).eval()
     traced = create_feature_extractor(model, ["head", "blocks.1"])
     x = images()

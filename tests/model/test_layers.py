@@ -1,4 +1,4 @@
-"""The mixer and its ablations against the paper's equations, written out here once more, token by token."""
+"""The mixer and its ablations against the paper's equations, written out again here, token by token."""
 
 from itertools import product
 
@@ -149,7 +149,7 @@ def test_the_local_convolution_mixes_the_neighbours_of_each_token(scan, side):
 
 
 @pytest.mark.parametrize("options", [dict(scan="2d"), dict(local_conv=3), dict(scan="2d", input_gate=False)], ids=str)
-def test_a_grid_that_is_missing_or_has_other_tokens_is_one_clear_line(options):
+def test_a_missing_or_mismatched_grid_is_one_clear_line(options):
     layer, x, lower_bound = make_mixer(options), torch.randn(B, T, D), torch.rand(D)
     with pytest.raises(ValueError, match="needs the grid of its 12 tokens"):
         layer(x, lower_bound)
@@ -167,7 +167,7 @@ def test_theta_starts_as_rotary_angles():
 @pytest.mark.parametrize("scale", [0.0, 1.0, 5.0])
 def test_lower_bounds_grow_from_zero_and_stay_below_one(scale):
     gamma = scale * (2 * torch.rand(12, 64) - 1)
-    gamma[0] = -scale  # the hardest case: the least is left below 1
+    gamma[0] = -scale  # the hardest case: the bounds come closest to 1
     bounds = lower_bounds(gamma, "increasing")
     p = gamma.double().softmax(dim=0)
     torch.testing.assert_close(bounds.double(), p.cumsum(0) - p[0], rtol=0, atol=1e-6)

@@ -18,7 +18,7 @@ from hgrn_vision.packaged import STARTER, SUMS, write_starter
 
 @pytest.fixture(scope="module")
 def starter(tmp_path_factory):
-    """A folder with the weights, and the model that they are of."""
+    """A folder with weights, and the model they belong to."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("pretrained")
         yield folder, package_starter(folder, patch)
@@ -65,7 +65,7 @@ def test_a_number_too_large_for_float16_is_refused(tmp_path):
     model = small_model()
     with torch.no_grad():
         model.blocks[1].mlp.fc1.weight[0, 0] = 1e5
-    with pytest.raises(ValueError, match="blocks.1.mlp.fc1.weight holds values that float16 cannot"):
+    with pytest.raises(ValueError, match="blocks.1.mlp.fc1.weight has values that float16 cannot hold"):
         write_starter(model, tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""The feature pyramid as a timm model, and under the decoders and detectors of others."""
+"""The feature pyramid as a timm model, and with decoders and detectors from other libraries."""
 
 import copy
 import logging
@@ -95,7 +95,7 @@ def test_out_indices_choose_maps(chosen, kept):
     x = images()
     every = model.forward_intermediates(x, intermediates_only=True)
     torch.testing.assert_close(features(x), [every[i] for i in kept])
-    # nothing is left without a gradient, which DistributedDataParallel would wait for
+    # every parameter has a gradient: DistributedDataParallel would wait for a missing one
     sum(y.square().mean() for y in features(x)).backward()
     assert not [name for name, p in features.named_parameters() if p.grad is None]
 
@@ -177,7 +177,8 @@ def test_weights_of_the_plain_model_load_by_every_way(tmp_path, caplog):
             model = how(model)
         (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("hgrn_vision")]
         assert line == (
-            "the weights have no pyramid: its 32 tensors are new (pyramid.0.*, pyramid.1.*, pyramid.2.*, pyramid.3.*)"
+            "the weights have no pyramid: its 32 tensors keep their initial values "
+            "(pyramid.0.*, pyramid.1.*, pyramid.2.*, pyramid.3.*)"
         )
         return model
 
@@ -189,7 +190,7 @@ def test_weights_of_the_plain_model_load_by_every_way(tmp_path, caplog):
     assert torch.equal(model.eval()(x), plain(x))
     model = load(None, lambda _: small(pretrained=True, pretrained_cfg_overlay=dict(file=str(path), num_classes=10)))
     assert torch.equal(model.eval()(x), plain(x))
-    # as segmentation_models_pytorch asks for it
+    # as segmentation_models_pytorch calls it
     overlay = dict(file=str(path), num_classes=10)
     features = load(None, lambda _: small(features_only=True, pretrained=True, pretrained_cfg_overlay=overlay))
     assert torch.equal(features.model.blocks[1].mlp.fc2.weight, plain.blocks[1].mlp.fc2.weight)
@@ -235,7 +236,7 @@ def test_classifier_and_parameter_groups():
     scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
     named = {name: scale[id(p)] for name, p in model.named_parameters()}
     assert named["lower_bound"] == named["patch_embed.proj.weight"] < named["blocks.0.mlp.fc1.weight"]
-    # what is new learns as fast as the head
+    # new parameters learn as fast as the head
     assert {rate for name, rate in named.items() if name.startswith("pyramid.")} == {named["head.weight"]} == {1.0}
 
 
@@ -310,7 +311,7 @@ def smp():
 @pytest.mark.parametrize("size", [224, (320, 480)], ids=str)
 @pytest.mark.parametrize("name", ["Unet", "FPN", "UPerNet", "DeepLabV3Plus"])
 def test_segmentation_models(smp, name, size):
-    # a narrow model and decoder; smp has a `depth` of its own, so that all twelve blocks stay
+    # a narrow model and decoder; smp has its own `depth`, so all twelve blocks stay
     options = dict(embed_dim=32)
     if name == "Unet":
         options["decoder_channels"] = (32, 16, 16, 8, 8)
@@ -357,7 +358,7 @@ def test_dpt_over_the_plain_patch_16_model(smp):
 
 
 class FpnBackbone(nn.Module):
-    """The maps under the names, and at the one width, that torchvision's detectors take."""
+    """The maps with the names and the single width that torchvision's detectors expect."""
 
     def __init__(self, channels=16, **kwargs):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Seeds of everything random."""
+"""Seeds and random generators."""
 
 from hgrn_vision.randomness import fold
 

@@ -1,4 +1,4 @@
-"""hgru_scan against the float64 reference and against the paper's matrices; its backends' choice and its errors."""
+"""hgru_scan against the float64 reference and against the paper's matrices; its errors."""
 
 import pytest
 import torch
@@ -165,7 +165,7 @@ def test_gradcheck(grid):
 def test_memory_follows_the_lower_bound():
     T, D = 50, 2
     x = torch.zeros(1, T, 3 * D, dtype=torch.float64)
-    x[:, 0, :D] = 3.0  # only the first token says anything
+    x[:, 0, :D] = 3.0  # only the first token carries information
     x[:, 1:, 2 * D :] = -40.0  # every later forget gate is closed
     lower_bound = torch.tensor([0.0, 0.9999], dtype=torch.float64)
     h = hgru_scan(x, lower_bound, torch.zeros(1, D, dtype=torch.float64))[0, :, :D].abs()
@@ -179,7 +179,7 @@ def test_half_precision_is_the_rounding_of_the_output(dtype):
     want = reference.hgru_scan(*args).to(dtype)
     got = hgru_scan(*args, backend="torch")
     assert got.dtype == dtype
-    # equal but for values that lie between two neighbours
+    # equal except where the exact value is near a rounding boundary
     assert ((got - want).abs() <= torch.finfo(dtype).eps * want.abs()).all()
 
 

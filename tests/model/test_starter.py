@@ -1,4 +1,4 @@
-"""The weights in the package, whatever their values: whole, small, and usable by name."""
+"""The weights in the package, whatever their values: complete, small, and usable by name."""
 
 import socket
 from pathlib import Path
@@ -14,7 +14,7 @@ from hgrn_vision.cli import main
 from hgrn_vision.packaged import PRETRAINED, STARTER, check_packaged, weights_file
 
 
-def test_the_file_is_whole_and_small():
+def test_the_file_is_complete_and_small():
     path = Path(weights_file(STARTER))
     check_packaged(path)
     assert sorted(each.name for each in PRETRAINED.iterdir()) == ["SHA256SUMS", path.name]

@@ -1,4 +1,4 @@
-"""The authors' released layout into ours, checked against their equations; loading with clear errors."""
+"""Converting the authors' released layout to ours, checked against their equations; clear errors on loading."""
 
 import argparse
 import math
@@ -169,7 +169,7 @@ def test_a_head_of_another_class_count_is_dropped_on_request(tmp_path):
         (dict(bidirectional=False), r"blocks.0.mixer.theta is \(2, 8\), the model's \(1, 8\)"),
     ],
 )
-def test_a_checkpoint_of_another_shape(change, message, tmp_path):
+def test_a_checkpoint_with_other_shapes(change, message, tmp_path):
     path = saved(ours(), tmp_path / "c.pth")
     model = ours(**change)
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -193,7 +193,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("content", ["pickle", "cut", "text", "empty", "missing", "no tensors", "half released"])
-def test_files_that_are_no_checkpoints(content, tmp_path, capsys):
+def test_files_that_are_not_checkpoints(content, tmp_path, capsys):
     path = tmp_path / "c.pth"
     if content == "pickle":
         torch.save({"model": Payload()}, path)
