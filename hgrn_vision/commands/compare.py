@@ -136,6 +136,8 @@ def _show_plan(plan: Plan) -> None:
         steps = f"{plan.study.minutes_per_run:g} minutes" if plan.study.minutes_per_run else f"{arm.steps:,}"
         cost = spell_count(arm.multiply_adds)
         print(f"{arm.arm.name:<{width}}  {spell_count(arm.parameters):>10}  {cost:>13}  {arm.side:>6}  {steps}")
+    if plan.unequal_pixels:
+        print(plan.unequal_pixels)
     sys.stdout.flush()
 
 

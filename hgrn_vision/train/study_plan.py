@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..data.spec import DataSpec
 from ..data.splits import Split, Stream, open_splits, steps_per_epoch
 from .build import build_model, data_spec
 from .config import TrainConfig
@@ -24,7 +25,12 @@ class ArmPlan:
     epoch_steps: int
     parameters: int
     multiply_adds: float  # for one image; NaN if they cannot be counted
-    side: int  # of its images
+    spec: DataSpec  # the pixels that its model expects
+
+    @property
+    def side(self) -> int:
+        """Of its images, in pixels."""
+        return self.spec.input_size[-1]
 
     @property
     def steps(self) -> int:
@@ -34,7 +40,7 @@ class ArmPlan:
     def fitted(self, minutes: float, seconds_per_step: float) -> "ArmPlan":
         """The same arm with as many steps as fit into so many minutes of training."""
         config = fit_minutes(self.config, minutes, seconds_per_step, self.epoch_steps)
-        return ArmPlan(self.arm, config, config.epoch_steps, self.parameters, self.multiply_adds, self.side)
+        return ArmPlan(self.arm, config, config.epoch_steps, self.parameters, self.multiply_adds, self.spec)
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,21 @@ class Plan:
     def runs(self) -> list[tuple[ArmPlan, int]]:
         """Arm and seed, in the order in which they run: all arms with one seed, then the next seed."""
         return [(arm, seed) for seed in self.study.seeds for arm in self.arms]
+
+    @property
+    def unequal_pixels(self) -> str:
+        """A sentence about arms whose models expect differently normalised pixels; empty if there are none."""
+        arms: dict[tuple, list[str]] = {}
+        for arm in self.arms:
+            arms.setdefault((arm.spec.mean, arm.spec.std), []).append(arm.arm.name)
+        if len(arms) == 1:
+            return ""
+        numbers = " ".join
+        each = (
+            f"{', '.join(names)}: mean {numbers(map(str, mean))}, std {numbers(map(str, std))}"
+            for (mean, std), names in arms.items()
+        )
+        return f"Pixels are normalized as each model expects, unless the study sets mean and std: {'; '.join(each)}."
 
 
 def make_plan(study: Study) -> Plan:
@@ -76,8 +97,8 @@ def make_plan(study: Study) -> Plan:
 def _plan_arm(arm: Arm, config: TrainConfig, train: Split | Stream) -> ArmPlan:
     steps = steps_per_epoch(train, config)
     model = build_model(config, len(train.class_names))
-    size = data_spec(config, model).input_size
-    return ArmPlan(arm, config, steps, count_parameters(model), _cost(model, size), size[-1])
+    spec = data_spec(config, model)
+    return ArmPlan(arm, config, steps, count_parameters(model), _cost(model, spec.input_size), spec)
 
 
 def _cost(model: nn.Module, size: tuple[int, int, int]) -> float:

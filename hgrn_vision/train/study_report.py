@@ -171,6 +171,8 @@ def _notes(plan: Plan, results: Sequence[RunResult], summaries: Sequence[ArmSumm
         )
     elif len({arm.steps for arm in plan.arms}) == 1:
         notes.append(f"Every run has the same budget of {plan.arms[0].steps:,} optimizer steps.")
+    if plan.unequal_pixels:
+        notes.append(plan.unequal_pixels)
     if plan.study.sequence:
         notes.append("Images are grey and read pixel by pixel, one token each, in raster order.")
     if any(summary.diverged for summary in summaries):

@@ -177,12 +177,15 @@ def test_a_folder_without_classes(capsys, tmp_path):
 def test_the_plan_is_shown_and_nothing_is_written(capsys, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(
-        yaml.safe_dump({"epochs": 3, "epoch_steps": 4, "arms": {"small": {"depth": 2}, "deep": {"depth": 4}}})
+        yaml.safe_dump(
+            {"epochs": 3, "epoch_steps": 4, "arms": {"small": {"depth": 2}, "deep": {"depth": 4, "mean": [0.5] * 3}}}
+        )
     )
     code, out, _ = call(capsys, file, "--seeds", "5", "--epochs", "2", "--plan", "--output", tmp_path / "study")
     assert code == 0 and "2 arms, 1 seeds (5)" in out
     lines = {line.split()[0]: line.split() for line in out.splitlines()}
     assert lines["small"][-1] == lines["deep"][-1] == "8"
+    assert "deep: mean 0.5 0.5 0.5, std 0.229 0.224 0.225; small: mean 0.485" in out
     assert not (tmp_path / "study").exists()
 
 

@@ -64,6 +64,14 @@ def test_an_arm_as_typed(text, name, settings):
     assert parse_arm(text) == Arm(name, settings)
 
 
+def test_a_plan_says_where_arms_normalize_pixels_differently():
+    arms = {name: {"model": f"{name}_tiny_patch16_224", "num_heads": 1} for name in ("deit", "vit")}
+    settings = {"recipe": "digits", **QUICK, "arms": arms}
+    said = make_plan(study_from_mapping(settings)).unequal_pixels
+    assert said.endswith("deit: mean 0.485 0.456 0.406, std 0.229 0.224 0.225; vit: mean 0.5 0.5 0.5, std 0.5 0.5 0.5.")
+    assert make_plan(study_from_mapping({**settings, "mean": [0.5] * 3, "std": [0.25] * 3})).unequal_pixels == ""
+
+
 def test_what_an_arm_does_not_name_is_equal():
     study = study_from_mapping(
         {
@@ -300,11 +308,18 @@ def test_steps_are_timed_in_turn(monkeypatch):
 
 def test_equal_minutes_give_each_arm_its_own_steps(tmp_path, monkeypatch, no_reports):
     monkeypatch.setattr(study_runs, "time_steps", lambda configs: {"a": 0.5, "b": 1.0})
-    content = {**QUICK, "recipe": "digits", "arms": {"a": None, "b": {"depth": 1}}, "seeds": [0], "epoch_steps": None}
+    content = {
+        **QUICK,
+        "recipe": "digits",
+        "arms": {"a": None, "b": {"depth": 1, "mean": [0.5] * 3}},
+        "seeds": [0],
+        "epoch_steps": None,
+    }
     plan = make_plan(study_from_mapping({**content, "minutes_per_run": 0.1}))
     assert run_study(plan, tmp_path / "study", "").finished
     assert [run.steps for run in read_runs(tmp_path / "study" / "study.csv")] == [12, 6]
     page = (tmp_path / "study" / "report.html").read_text()
+    assert "b: mean 0.5 0.5 0.5, std" in page
     assert "0.1 minutes of training" in page and "minutes of training</text>" in page
     # a later start keeps the pace that was measured first
     monkeypatch.setattr(study_runs, "time_steps", None)
