@@ -24,7 +24,7 @@ from hgrn_vision.train.observer import Outcome
 from hgrn_vision.train.recipes import DISTILL
 
 pytest.importorskip("onnxruntime")
-# everything on that could make a resumed run differ
+# with everything switched on that could make a resumed run differ
 TINY = shlex.split(
     "--model-args patch_size=4 embed_dim=16 depth=2 --img-size 12 --first-sizes 8x1 --epochs 3 --epoch-steps 4 "
     "--batch-size 8 --micro-batch 4 --mixup 0.5 --cutmix 0.5 --ema 0.9 --drop-path 0.2 --holdout 0.2 --device cpu "
@@ -67,7 +67,7 @@ def launch(place):
 
 @pytest.fixture(scope="module")
 def finished(place, launch):
-    """A function that runs a command to its end, once for all tests that look at what it left."""
+    """A function that runs a command to its end, once for all tests that inspect its output."""
     outputs = {}
 
     def run(name, *arguments):
@@ -103,7 +103,7 @@ def assert_same_run(got, want):
 def test_killed_and_resumed_it_ends_in_the_same_weights(place, launch, finished, teacher):
     killed = place / f"killed-{teacher}"
     whole, output = finished(f"whole-{teacher}", *labelled(teacher))
-    assert "left out: 1 unreadable photographs, 0 that look like" in output
+    assert "excluded: 1 unreadable photographs, 0 that look like" in output
     # between the two renames of a save
     moment = (signal.SIGKILL, "os.replace", "/last.safetensors", 4)
     code, output = launch.run(*labelled(teacher), "--output", killed, moment=moment)
@@ -125,7 +125,7 @@ def test_answers_to_views_are_kept_and_a_killed_run_ends_in_the_same_weights(pla
     arguments = [*viewed("--cache", place / "cache-2"), "--output", killed]
     code, output = launch.run(*arguments, moment=(signal.SIGKILL, "os.replace", "/last.safetensors", 6))
     assert code == -signal.SIGKILL, output
-    # of the 50 photographs at two views, 5 steps of 8 images ask about 40 at the most
+    # there are 50 photographs with two views each; 5 steps of 8 images ask about 40 at most
     (kept,) = (place / "cache-2").glob("*.answers")
     checksums = np.fromfile(kept, np.uint32, 100)
     assert 20 <= (checksums != 0).sum() <= 40
@@ -285,7 +285,7 @@ def test_settings_of_photographs(place):
         ["distill", "a", "--teacher", "t", "--output", "x", "--teacher-size", "128", "--cache", "c", "--pack", "64"]
     )
     assert (distill.resolve(args).pack, distill.resolve(args).cache) == (64, "c")
-    # somewhat larger than what either of the two sees, as a crop needs
+    # somewhat larger than what either model sees, to leave a margin for crops
     args = build_parser("distill").parse_args(
         ["distill", "a", "--teacher", "t", "--output", "x", "--img-size", "84", "--teacher-size", "224"]
     )

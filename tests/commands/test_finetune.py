@@ -41,7 +41,7 @@ def photos(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(photos, tmp_path_factory):
-    """A run of one epoch, started from another folder as its user would."""
+    """A one-epoch run, started as a user would, from another folder."""
     output = tmp_path_factory.mktemp("finished") / "run"
     assert main(["finetune", str(photos), "--output", str(output), *TINY, *SHORT]) == 0
     return output
@@ -64,7 +64,7 @@ def test_images_become_a_run_and_the_command_to_use_it(photos, tmp_path, capsys)
         f"Found 18 images of 3 classes in {photos}: 15 for training (5 per class), 3 for validation, "
         "16x16 pixels, none unreadable, no suspected duplicates across the split."
     )
-    assert lines[1].startswith("Starting from scratch, without --init: ")
+    assert lines[1].startswith("Starting from scratch (no --init): ")
     kept = {path.name for path in (tmp_path / "my run").iterdir()}
     assert {"config.yaml", "log.csv", "checkpoints", "model", "report.html"} <= kept
     about = yaml.safe_load((tmp_path / "my run" / "config.yaml").read_text())["about"]
@@ -80,7 +80,7 @@ def test_images_become_a_run_and_the_command_to_use_it(photos, tmp_path, capsys)
 
 
 def sources(folder, run):
-    """Everything that --init takes, and the folder of the model that it stands for."""
+    """Everything that --init accepts, each with the folder of the model it refers to."""
     save_model(folder / "plain")
     return {
         "run": (str(run), run / "model"),
@@ -112,17 +112,17 @@ def test_photographs_begin_from_the_packaged_weights(tmp_path, monkeypatch, caps
     assert finetune(photos, tmp_path / "run", "--img-size", "28", *STILL) == 0
     line = capsys.readouterr().out.splitlines()[1]
     assert line.startswith("Starting from hgrn_deit_tiny (weights that come with the package, 1000 classes at ")
-    assert line.endswith("Images are seen at 28 pixels. --init none would begin with new weights.")
+    assert line.endswith("Image size: 28 pixels. --init none would train from scratch.")
     first = timm.create_model("hgrn_deit_tiny", pretrained=True).state_dict()
     kept = body(tmp_path / "run" / "model")
     assert all(torch.equal(tensor, first[name]) for name, tensor in kept.items()) and len(kept) == len(first) - 2
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["about"]["init"] == "hgrn_deit_tiny"
     assert finetune(photos, tmp_path / "run", "--img-size", "28", *STILL, "--init", "none") == 2
-    message = "began from hgrn_deit_tiny, not new weights; give --init hgrn_deit_tiny or another --output"
+    message = "started from hgrn_deit_tiny, not new weights; give --init hgrn_deit_tiny or another --output"
     assert message in capsys.readouterr().err
 
 
-def test_a_damaged_package_is_said_before_training(tmp_path, monkeypatch, capsys):
+def test_a_damaged_package_is_reported_before_training(tmp_path, monkeypatch, capsys):
     package_starter(tmp_path / "pretrained", monkeypatch)
     (tmp_path / "pretrained" / "SHA256SUMS").unlink()
     photos = write_photos(tmp_path / "photos", {"a": 4, "b": 4}, side=40)
@@ -147,14 +147,14 @@ def test_settings_from_the_packaged_weights(quick, side):
     trained = {"model": "hgrn_deit_tiny", "model_args": {}, "img_size": 56}
     packaged = resolve({}, Found(1000, 500), Initial(trained, {}, "", packaged=True), quick)
     assert (packaged.img_size, packaged.lr, packaged.layer_decay) == (side, 5e-4, 0.75)
-    # images that are smaller are enlarged, and what is given goes first
+    # smaller images are enlarged, and given settings take precedence
     assert resolve({}, Found(1000, 32), Initial(trained, {}, "", packaged=True), quick).img_size == side
     given = {"img_size": 140, "lr": 0.125}
     assert resolve(given, Found(1000, 500), Initial(trained, {}, "", packaged=True), quick).lr == 0.125
     assert resolve({}, Found(1000, 500), Initial(trained, {}, ""), quick).img_size == 56
 
 
-def test_freezing_the_body_trains_the_head_alone(photos, finished, tmp_path):
+def test_freezing_the_body_trains_only_the_head(photos, finished, tmp_path):
     assert finetune(photos, tmp_path / "run", "--init", str(finished), "--freeze", "body", "--lr", "0.1") == 0
     after = body(tmp_path / "run" / "model")
     assert all(torch.equal(after[name], tensor) for name, tensor in body(finished / "model").items())
@@ -187,7 +187,7 @@ def test_ctrl_c_leaves_whole_files_and_the_same_command_continues(photos, tmp_pa
 
 
 def test_a_folder_may_be_called_digits(photos, tmp_path, monkeypatch, capsys):
-    """As the packaged data is, when no such folder is there."""
+    """The name stands for the packaged data only if there is no such folder."""
     (tmp_path / "digits").symlink_to(photos)
     monkeypatch.chdir(tmp_path)
     assert finetune("digits", "run", *TINY) == 0
@@ -200,9 +200,9 @@ def test_a_run_is_not_overwritten(photos, finished, tmp_path, capsys):
     assert finetune(photos, finished, *TINY, "--lr", "0.5") == 2
     assert finetune(photos, photos, *TINY) == 2
     first, second, third = capsys.readouterr().err.splitlines()
-    assert "began from new weights, not" in first
+    assert "started from new weights, not" in first
     assert "was started with different settings: lr 0.001 -> 0.5" in second
-    assert "is not empty and holds no run" in third
+    assert "is not empty and is not a run" in third
     assert (finished / "log.csv").read_bytes() == log
 
 
@@ -350,10 +350,10 @@ def test_help_fits_a_screen_and_has_an_example(capsys, monkeypatch):
 
 
 def test_a_demo_run_is_a_head_start(tmp_path, capsys):
-    """A small model on the digits as PNG files; examples/finetune_digits.py shows it for the demo's own."""
+    """A small model on the digits as PNG files; examples/finetune_digits.py shows it for the demo model."""
     small = ["--model-args", "patch_size=2", "embed_dim=32", "depth=2", "--lr", "0.005", "--device", "cpu"]
     assert main(["train", "--output", str(tmp_path / "demo"), *small, "--epochs", "5"]) == 0
-    # and it ends by naming the next step
+    # and its last line names the next step
     assert re.search(r"hgrn_vision finetune PHOTOS --output \S+ \(one folder per class", capsys.readouterr().out)
     assert main(["digits", str(tmp_path / "images")]) == 0
     few_steps = ["--epochs", "1", "--epoch-steps", "15", "--device", "cpu", "--lr", "0.005"]
@@ -382,7 +382,7 @@ def test_what_is_said_at_the_end(photos, capsys):
     _show_outcome(outcome(epoch=2, best=best), replace(config, eval_images=2), *splits)
     words = "top-1 90.00, top-5 95.00 on 2 validation images (epoch 1), ended after 2 of 4 epochs"
     assert words in capsys.readouterr().out
-    # images that lie apart need no share to be held out
+    # a separate folder of validation images needs no --holdout
     _show_outcome(outcome("finished before"), config, splits[0], open_splits(TrainConfig())[1])
     said = capsys.readouterr().out
     assert "--holdout" not in said and "predict:  hgrn-vision predict 'my run' IMAGE" in said
@@ -393,27 +393,27 @@ def test_what_is_said_at_the_end(photos, capsys):
 
 def test_what_is_said_at_the_beginning():
     initial, config = Initial({}, {}, "the model"), TrainConfig(img_size=32)
-    said = "Starting from the model with a new head; {}. Images are seen at 32 pixels."
+    said = "Starting from the model with a new head; {}. Image size: 32 pixels."
     assert _beginning(initial, config, "x") == said.format("the whole model is trained")
     assert _beginning(initial, replace(config, freeze="body"), "x") == said.format("only the head is trained")
     assert _beginning(initial, replace(config, freeze="3"), "x") == said.format("its first 3 layers are frozen")
-    assert _beginning(initial, config, None).endswith("--init none would begin with new weights.")
-    assert _beginning(None, config, "none").startswith("Starting from scratch, with --init none: ")
+    assert _beginning(initial, config, None).endswith("--init none would train from scratch.")
+    assert _beginning(None, config, "none").startswith("Starting from scratch (--init none): ")
 
 
 def test_a_quarter_of_the_images_may_be_unreadable():
     bad = [SimpleNamespace(name="a.png", reason="empty file")] * 2
     _check_readable(SimpleNamespace(bad=bad, looked_at=8, where="here"), 0.25)
-    with pytest.raises(ValueError, match="2 of 7 images of here .* 0.25; the first is a.png: empty file"):
+    with pytest.raises(ValueError, match="2 of 7 images in here .* 0.25; the first is a.png: empty file"):
         _check_readable(SimpleNamespace(bad=bad, looked_at=7, where="here"), 0.25)
 
 
-def test_what_is_given_goes_before_what_suits_the_data():
+def test_given_settings_override_those_that_suit_the_data():
     given = {"epochs": 3, "lr": 0.125, "holdout": 0.5, "batch_size": 4, "warmup_epochs": 2.0, "model_args": SMALL}
     for quick in (False, True):
         config = resolve({**given, "img_size": 16}, Found(1000, 500), None, quick)
         assert {name: getattr(config, name) for name in given} == given and config.img_size == 16
     assert resolve({}, Found(1000, 500), None, quick=False).holdout == 0.2
-    # a trained model that is larger than quick allows is made smaller
+    # a trained model's image size is reduced to what --quick allows
     trained = Initial({"model": "hgrn_deit_tiny", "model_args": {}, "img_size": 224}, {}, "")
     assert [resolve({}, Found(1000, 500), trained, quick).img_size for quick in (False, True)] == [224, 112]
