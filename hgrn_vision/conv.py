@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_function
 
 from .backend import backend_for, has_kernels, kernels, needs_dispatcher
+from .scan import check_grid
 
 
 @register_notrace_function
@@ -24,6 +25,9 @@ def local_conv(
     """
     if torch.jit.is_scripting():
         return _plain(x, weight, grid)
+    check_grid(grid, x.shape[1])
+    if weight.shape[-1] % 2 == 0:
+        raise ValueError(f"local_conv: the side of the kernel must be odd, got {weight.shape[-1]}")
     backend = backend_for(x, backend)
     # the kernel computes in the dtype of x; autocast may want another
     if not has_kernels(backend, "conv") or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):

@@ -28,14 +28,13 @@ from torch import nn
 from .block import Block
 from .layers import (
     FORGET_GATES,
-    LOCAL_CONVS,
     LOWER_BOUNDS,
-    SCANS,
     AblatedHgru,
     Hgru,
     PaddedPatchEmbed,
     Recurrence,
     RmsNorm,
+    check_choice,
     lower_bounds,
     zero_bounds,
 )
@@ -118,11 +117,9 @@ class HgrnDeit(nn.Module):
     ):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        _check_choice("global_pool", global_pool, POOLS)
-        _check_choice("forget_gate", forget_gate, FORGET_GATES)
-        _check_choice("lower_bound", lower_bound, LOWER_BOUNDS)
-        _check_choice("scan", scan, SCANS)
-        _check_choice("local_conv", local_conv, LOCAL_CONVS)
+        check_choice("HgrnDeit: global_pool", global_pool, POOLS)
+        check_choice("HgrnDeit: forget_gate", forget_gate, FORGET_GATES)
+        check_choice("HgrnDeit: lower_bound", lower_bound, LOWER_BOUNDS)
         _check_ablations(output_gate, gate_after_norm, forget_gate, lower_bound, complex_state, data_dependent_theta)
         norm_layer = get_norm_layer(norm_layer) or nn.LayerNorm
         act_layer = get_act_layer(act_layer) or nn.SiLU
@@ -205,7 +202,7 @@ class HgrnDeit(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head with a new one for `num_classes` classes (0: none), and the pooling if one is given."""
         if global_pool is not None:
-            _check_choice("global_pool", global_pool, POOLS)
+            check_choice("HgrnDeit: global_pool", global_pool, POOLS)
             self.global_pool = global_pool
         self.num_classes = num_classes
         dd = get_device_dtype(self)
@@ -324,12 +321,6 @@ class HgrnDeit(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward_head(self.forward_features(x))
-
-
-def _check_choice(name: str, value: str | int, choices: tuple[str | int, ...]) -> None:
-    if value not in choices:
-        known = ", ".join(map(repr, choices))
-        raise ValueError(f"HgrnDeit: {name} must be one of {known}, got {value!r}")
 
 
 def _check_ablations(output_gate, gate_after_norm, forget_gate, lower_bound, complex_state, data_dependent_theta):

@@ -20,6 +20,12 @@ LOWER_BOUNDS = ("increasing", "none", "independent", "decreasing")
 FORGET_GATES = ("full", "bound_only", "none")
 
 
+def check_choice(name: str, value: str | int, choices: tuple[str | int, ...]) -> None:
+    if value not in choices:
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+
+
 # it branches on dtypes and shapes, so symbolic tracing treats it as one step
 register_notrace_function(scan_tokens)
 
@@ -171,6 +177,8 @@ class Hgru(nn.Module):
         dtype=None,
     ):
         super().__init__()
+        check_choice("Hgru: scan", scan, SCANS)
+        check_choice("Hgru: local_conv", local_conv, LOCAL_CONVS)
         dd = {"device": device, "dtype": dtype}
         self.dim = dim
         self.bidirectional = bidirectional

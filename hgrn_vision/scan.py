@@ -47,7 +47,11 @@ def hgru_scan(
 
 def check_grid(grid: tuple[int, int], T: int) -> None:
     """Refuse a grid that does not match the number of tokens."""
+    if len(grid) != 2:
+        raise ValueError(f"grid must be (H, W), got {tuple(grid)}; x has {T} tokens")
     H, W = grid
+    if H < 0:
+        raise ValueError(f"a grid of {H} x {W} has no tokens, x has {T}")
     if H * W != T:
         raise ValueError(f"a grid of {H} x {W} has {H * W} tokens, x has {T}")
 

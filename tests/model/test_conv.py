@@ -29,6 +29,17 @@ def test_gradcheck(backend):
     assert torch.autograd.gradcheck(lambda x, weight: local_conv(x, weight, (3, 4), backend), inputs())
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize(
+    "side, grid, message",
+    [(3, (3, 5), "a grid of 3 x 5 has 15 tokens, x has 12"), (4, (3, 4), "the side of the kernel must be odd, got 4")],
+)
+def test_bad_input_is_one_clear_line(backend, side, grid, message):
+    with pytest.raises(ValueError, match=message) as error:
+        local_conv(torch.randn(2, 12, 6), torch.randn(6, 1, side, side), grid, backend)
+    assert "\n" not in str(error.value)
+
+
 @needs_kernel
 def test_operation():
     torch.library.opcheck(_local_conv, (*inputs(torch.float32), 4, "cpu"))

@@ -48,6 +48,7 @@ ABLATIONS = [
     dict(scan="2d", gate_after_norm=True),
     dict(scan="2d", data_dependent_theta=True),
 ]
+GRID = dict(scan="2d", local_conv=3)
 LOCAL = [dict(local_conv=3), dict(local_conv=5, scan="2d"), dict(local_conv=3, input_gate=False)]
 
 
@@ -190,6 +191,9 @@ def test_ablations_have_no_unused_parameters():
         (dict(global_pool="token"), "global_pool must be one of '', 'avg', 'max', 'avgmax', got 'token'"),
         (dict(global_pool="map"), "got 'map'"),
         (dict(forget_gate="half"), "forget_gate must be one of"),
+        (dict(scan="3d"), "scan must be one of '1d', '2d', got '3d'"),
+        (dict(local_conv=4), "local_conv must be one of 0, 3, 5, got 4"),
+        (dict(local_conv=4, scan="2d", input_gate=False), "local_conv must be one of 0, 3, 5, got 4"),
         (dict(lower_bound="random"), "lower_bound must be one of"),
         (dict(forget_gate="bound_only", lower_bound="none"), "needs a lower_bound"),
         (dict(gate_after_norm=True, output_gate=False), "needs output_gate"),
@@ -288,9 +292,10 @@ def test_forward_intermediates():
         model.forward_intermediates(x, output_fmt="NHWC")
 
 
-def test_features_only():
-    model = small().eval()
-    features = small(features_only=True, out_indices=(0, 1)).eval()
+@pytest.mark.parametrize("options", [{}, GRID], ids=str)
+def test_features_only(options):
+    model = small(**options).eval()
+    features = small(features_only=True, out_indices=(0, 1), **options).eval()
     features.model.load_state_dict(model.state_dict(), strict=False)
     assert len(features.model.blocks) == 2 and features.model.lower_bound.shape == (3, 24)
     assert features.feature_info.channels() == [24, 24] and features.feature_info.reduction() == [8, 8]
@@ -325,8 +330,9 @@ def test_classifier():
     assert headless.num_prefix_tokens == 0
 
 
-def test_grad_checkpointing_gives_the_same_gradients():
-    model = small(drop_path_rate=0.2)
+@pytest.mark.parametrize("options", [{}, GRID], ids=str)
+def test_grad_checkpointing_gives_the_same_gradients(options):
+    model = small(drop_path_rate=0.2, **options)
     x = images()
 
     def gradients():
@@ -352,8 +358,9 @@ def test_grad_checkpointing_gives_the_same_gradients():
     assert len(passes) == 3
 
 
-def test_layer_decay_and_weight_decay_groups():
-    model = small()
+@pytest.mark.parametrize("options", [{}, GRID], ids=str)
+def test_layer_decay_and_weight_decay_groups(options):
+    model = small(**options)
     assert model.no_weight_decay() == {"lower_bound", *(f"blocks.{i}.mixer.theta" for i in range(3))}
     groups = param_groups_layer_decay(model, weight_decay=0.1, layer_decay=0.5)
     scale = {id(p): g["lr_scale"] for g in groups for p in g["params"]}
@@ -382,9 +389,10 @@ def test_any_multiple_of_the_patch(size):
         assert torch.isfinite(model(images(size, batch=1))).all()
 
 
+@pytest.mark.parametrize("options", [{}, GRID], ids=str)
 @pytest.mark.parametrize("size", [(97, 131), (96, 131), (97, 128), (5, 3)])
-def test_any_other_size_is_padded_with_zeros_below_and_to_the_right(size):
-    model = small().eval()
+def test_any_other_size_is_padded_with_zeros_below_and_to_the_right(size, options):
+    model = small(**options).eval()
     x = images(size)
     rows, columns = (math.ceil(side / 8) for side in size)
     padded = torch.zeros(2, 3, 8 * rows, 8 * columns)
@@ -397,12 +405,12 @@ def test_any_other_size_is_padded_with_zeros_below_and_to_the_right(size):
     assert torch.equal(model(x), model(padded))
     (last,) = model.forward_intermediates(x, indices=1, intermediates_only=True)
     assert torch.equal(last, tokens.unflatten(1, (rows, columns)).permute(0, 3, 1, 2))
-    features = small(features_only=True, out_indices=(0, 2)).eval()
+    features = small(features_only=True, out_indices=(0, 2), **options).eval()
     assert [tuple(y.shape) for y in features(x)] == [(2, 24, rows, columns)] * 2
     assert all(gate.shape == tokens.shape for gate in model.forget_gates(x))
     traced = create_feature_extractor(model, ["head"])
     assert torch.equal(traced(x)["head"], model(x))
-    scripted = torch.jit.script(small(scriptable=True).eval())
+    scripted = torch.jit.script(small(scriptable=True, **options).eval())
     assert scripted(x).shape == (2, 10)
 
 
@@ -465,7 +473,7 @@ def test_fx_traced_backward():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(gate_after_norm=True), dict(input_gate=False), dict(scan="2d", local_conv=3)],
+    [{}, dict(gate_after_norm=True), dict(input_gate=False), GRID],
     ids=str,
 )
 def test_compile_fullgraph(options):
@@ -493,7 +501,7 @@ def test_export_with_dynamic_batch(exportable):
         assert not any("hgrn" in target for target in called)
 
 
-@pytest.mark.parametrize("options", [{}, dict(scan="2d", local_conv=3)], ids=str)
+@pytest.mark.parametrize("options", [{}, GRID], ids=str)
 def test_export_with_dynamic_size(options):
     model = small(exportable=True, **options).eval()
     batch, rows, columns = (torch.export.Dim(n, min=2, max=40) for n in ("batch", "rows", "columns"))
@@ -504,8 +512,9 @@ def test_export_with_dynamic_size(options):
         torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_autocast():
-    model = small()
+@pytest.mark.parametrize("options", [{}, GRID], ids=str)
+def test_autocast(options):
+    model = small(**options)
     x = images()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(x)

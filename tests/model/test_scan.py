@@ -203,6 +203,9 @@ def bad(**changes):
         (bad(bias=lambda t: t[:9]), r"bias must be \(15,\)"),
         (bad(theta=lambda t: t.to("meta")), "theta is on meta, x on cpu"),
         (bad() | {"grid": (2, 3)}, "a grid of 2 x 3 has 6 tokens, x has 4"),
+        (bad() | {"grid": (-2, -2)}, "a grid of -2 x -2 has no tokens, x has 4"),
+        (bad() | {"grid": (0, 4)}, "a grid of 0 x 4 has 0 tokens, x has 4"),
+        (bad() | {"grid": (4,)}, r"grid must be \(H, W\), got \(4,\); x has 4 tokens"),
     ],
 )
 def test_bad_input_is_one_clear_line(args, message):
