@@ -41,6 +41,7 @@ def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary

@@ -8,11 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
-import yaml
-
 from ..data.images import MAX_PIXELS
 from ..data.sources import EXTENSIONS, MORE_EXTENSIONS
-from ..train.config import TrainConfig, describe, field_types
+from ..train.config import TrainConfig, describe, field_types, read_value
 
 MODEL_HELP = "run, model folder, weights file, hf-hub:NAME, or hgrn_deit_tiny for the packaged weights"
 
@@ -110,7 +108,7 @@ class _KeyValues(argparse.Action):
         for key, equals, _ in pairs:
             if not key or not equals:
                 parser.error(f"{option_string} takes KEY=VALUE, got {key!r}")
-        setattr(namespace, self.dest, {key: yaml.safe_load(value) for key, _, value in pairs})
+        setattr(namespace, self.dest, {key: read_value(value) for key, _, value in pairs})
 
 
 def _spell(default: Any) -> str:

@@ -1,5 +1,6 @@
 """The settings of a run: one dataclass, from which the flags, config.yaml and the check of a resumed run all follow."""
 
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -275,6 +276,16 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if set(content) <= {"recipe", "machine"} and any(isinstance(value, dict) for value in content.values()):
         return {**content.get("recipe", {}), **content.get("machine", {})}
     return content
+
+
+def read_value(text: str) -> Any:
+    """A value as typed: what YAML reads in it, or the text itself where that is nothing."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    # YAML takes 1e-3 for a text
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else value
 
 
 def to_yaml(config: TrainConfig, about: Mapping[str, str] | None = None) -> str:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from timm.models import is_model
 
 from . import recipes
-from .config import TrainConfig, convert, describe, field_types, from_mapping, read_yaml
+from .config import TrainConfig, convert, describe, field_types, from_mapping, read_value, read_yaml
 
 SETTINGS = {item.name for item in fields(TrainConfig)}
 # settings that decide which images top-1 is measured on, and those that the study itself decides
@@ -164,12 +163,7 @@ def _value(key: str, text: str) -> Any:
             return None
         if base is str:
             return text
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    # YAML reads 1e-3 as a string
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?e[-+]?\d+", value) else value
+    return read_value(text)
 
 
 def read_study(path: str | Path) -> dict[str, Any]:

@@ -160,8 +160,19 @@ def test_peak_memory_sees_what_a_step_allocates():
     assert bench.peak_memory(step, torch.device("cpu")) == pytest.approx(2**26, rel=0.1)
 
 
-def test_matmuls_are_those_of_the_model(small_models):
-    model = bench._create("hgrn_deit_tiny_patch16_224", 16)
+def test_the_system_counts_memory_in_kibibytes(monkeypatch):
+    class Status(str):
+        def read_text(self):
+            return "Name:\tpython\nVmHWM:\t    3000 kB\nVmRSS:\t    2000 kB\n" if self == "/proc/self/status" else ""
+
+    monkeypatch.setattr(bench, "Path", Status)
+    assert (bench._status("VmRSS"), bench._status("VmHWM")) == (2000 * 1024, 3000 * 1024)
+
+
+# a convolution of each channel by itself is no matmul
+@pytest.mark.parametrize("arguments", ["", ",local_conv=3"])
+def test_matmuls_are_those_of_the_model(small_models, arguments):
+    model = bench._create(f"hgrn_deit_tiny_patch16_224{arguments}", 16)
     images = torch.randn(2, 3, 16, 16)
     step = bench.matmuls_step(model, images, backward=False)
     model(images)  # no longer recorded

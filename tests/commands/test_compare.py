@@ -159,6 +159,13 @@ def test_bad_input_is_one_line_before_anything_is_trained(argv, words, capsys, t
     assert not (tmp_path / "study").exists()
 
 
+def test_a_study_of_several_processes_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = call(capsys, *ARMS, *TINY, "--output", tmp_path / "study")
+    assert (code, out) == (2, "") and "a study runs in one process" in err and err.count("\n") == 1
+    assert not (tmp_path / "study").exists()
+
+
 def test_folders_that_hold_something_else_are_left_alone(capsys, tmp_path):
     (tmp_path / "note.txt").write_text("mine")
     code, _, err = call(capsys, *ARMS, *TINY, "--output", tmp_path)

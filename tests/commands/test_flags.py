@@ -75,6 +75,21 @@ def test_settings_that_cannot_be_read(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_arguments_of_a_model_are_numbers_where_they_can_be():
+    typed = ["depth=3", "rate=1e-1", "eps=-2E-06", "gate=false", "sides=[1, 2]", "name=1e", "open=[1", "none=none"]
+    assert given_settings(parsed(add_setting_flags, "--model-args", *typed))["model_args"] == {
+        "depth": 3,
+        "rate": 0.1,
+        "eps": -2e-6,
+        "gate": False,
+        "sides": [1, 2],
+        "name": "1e",
+        # no YAML: the model's constructor is to refuse it
+        "open": "[1",
+        "none": "none",
+    }
+
+
 def test_help_shows_defaults_and_only_what_it_is_told_to():
     parser = argparse.ArgumentParser()
     add_setting_flags(parser)

@@ -353,9 +353,10 @@ def test_bad_flags_and_models_end_in_one_line(model, images, tmp_path, capsys):
     assert len(lines) == 2
     assert "2 label names for a head of 3 classes" in lines[0] and "no model at" in lines[1]
     for flags in (["--top", "0"], ["--batch-size", "x"], ["--max-pixels", "-1"]):
-        with pytest.raises(SystemExit) as error:
+        with pytest.raises(SystemExit, match="^2$"):
             main(["predict", model, *images, *flags])
-        assert error.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"argument {flags[0]}: '{flags[1]}' is not a whole number of at least 1" in line
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate", "models", "doctor", "publish"])

@@ -44,6 +44,13 @@ def test_timm_reads_it_back(run, tmp_path, capsys):
     assert list(timm.data.resolve_data_config(model=again)["input_size"]) == [3, 16, 16]
 
 
+def test_the_folder_may_be_the_one_where_the_command_is_given(run, tmp_path, monkeypatch):
+    (tmp_path / "flowers").mkdir()
+    monkeypatch.chdir(tmp_path / "flowers")
+    assert main(["publish", run[0], "."]) == 0
+    assert "# Model card for flowers\n" in front_matter(tmp_path / "flowers")[1]
+
+
 def test_the_card(run, tmp_path):
     assert main(["publish", run[0], str(tmp_path / "flowers")]) == 0
     front, text = front_matter(tmp_path / "flowers")

@@ -161,6 +161,15 @@ def test_force_replaces_a_page(tmp_path):
     assert [path.name for path in (tmp_path / "site").iterdir()] == ["new"]
 
 
+def test_a_page_that_cannot_be_replaced_stays(tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").touch()
+    with pytest.raises(FileNotFoundError, match="missing"):
+        _web.replace_folder(tmp_path / "missing", tmp_path / "site")
+    assert [path.name for path in tmp_path.iterdir()] == ["site"]
+    assert [path.name for path in (tmp_path / "site").iterdir()] == ["index.html"]
+
+
 @pytest.mark.skipif(not RUNTIME, reason="onnxruntime-web is not installed")
 def test_the_hashes_are_those_of_the_package():
     if json.loads((RUNTIME / "package.json").read_text())["version"] != _web.RUNTIME.version:

@@ -47,6 +47,7 @@ def test_ranks_share_the_same_global_batches(reference):
             assert [batch.number for batch in batches] == [0, 1, 2, 3]
             expected = reference[0][0][step * 64 : (step + 1) * 64]
             assert torch.equal(torch.cat([b.images for b in batches]), expected)
+        assert step == 21
     with pytest.raises(ValueError, match="3 processes cannot share 4 micro-batches .*: 1, 2, 4 processes would work"):
         TrainLoader(train, config(), SPEC, 0, 3)
 

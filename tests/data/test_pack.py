@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from hgrn_vision.data import pack
+from hgrn_vision.data.near_duplicates import difference_hash
 from hgrn_vision.data.pack import FOOTER, MAGIC, DamagedPack, open_pack, shrink
 from hgrn_vision.data.photos import list_photos
 from hgrn_vision.data.splits import Split
@@ -47,6 +48,19 @@ def test_photos_come_back_in_order_and_small(folder):
         tolerance = 40 if name.endswith("jpg") else 0
         assert np.abs(np.float32(packed.read(row)) - np.float32(want)).max() <= tolerance
     assert [(os.path.basename(name), bool(reason)) for name, reason in packed.bad] == [("broken.jpg", True)]
+
+
+def test_hashes_are_of_the_photos_before_they_are_made_small(folder):
+    packed = open_it(folder, side=8)
+    with Image.open(folder / "a.png") as image:
+        assert np.array_equal(packed.hashes[0], difference_hash(image))
+        assert not np.array_equal(packed.hashes[0], difference_hash(shrink(image, 8)))
+
+
+def test_photos_with_too_many_pixels_are_listed_and_left_out(folder):
+    packed = open_pack(folder.parent / "cache" / "it.pack", list_photos([str(folder)]), 16, 40 * 30)
+    assert [os.path.basename(packed.name(row)) for row in range(len(packed))] == ["a.png"]
+    assert sum("is more than 1,200 pixels" in reason for _, reason in packed.bad) == 3
 
 
 def test_many_photos_are_decoded_a_few_at_a_time(folder, monkeypatch):
@@ -91,10 +105,14 @@ def test_it_is_built_once_and_again_when_something_changed(folder):
     assert len(open_it(folder, progress=count)) == 5
     os.utime(folder / "a.png", ns=(1, 1))
     open_it(folder, progress=count)
+    # another file of the same time
+    write_photo(folder / "a.png", 0, (50, 30))
+    os.utime(folder / "a.png", ns=(1, 1))
+    assert open_it(folder, progress=count).read(0).size == (27, 16)
     assert len(open_it(folder, side=8, progress=count)) == 5
     os.remove(folder / "a.png")
     assert len(open_it(folder, progress=count)) == 4
-    assert len(builds) == 5
+    assert len(builds) == 6
 
 
 def flip_in_the_index(content):

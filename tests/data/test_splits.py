@@ -7,10 +7,19 @@ import numpy as np
 import pytest
 from image_data import SPEC, config, png, tree, write
 
+from hgrn_vision.data import sources
 from hgrn_vision.data.imagenet import imagenet_aliases, imagenet_names
+from hgrn_vision.data.images import BadImage
 from hgrn_vision.data.loaders import TrainLoader
 from hgrn_vision.data.sources import Listing
-from hgrn_vision.data.splits import match_folders, open_splits, open_validation, steps_per_epoch, stratified_holdout
+from hgrn_vision.data.splits import (
+    Split,
+    match_folders,
+    open_splits,
+    open_validation,
+    steps_per_epoch,
+    stratified_holdout,
+)
 
 NAMES = ["rose", "daisy <b>", "cornflower é"]
 
@@ -43,6 +52,59 @@ def test_validation_classes_are_looked_up_by_name(tmp_path, caplog):
     assert found == {"cat/0.png": "cat", "cat/1.png": "cat", "dog/0.png": "dog", "dog/deeper/2.JPG": "dog"}
     assert "4 validation images are left out" in caplog.text and "zebra" in caplog.text
     assert np.asarray(train.load(3))[0, 0].tolist() == [10, 0, 0]
+
+
+def test_images_are_opened_as_the_split_was_told(monkeypatch):
+    asked = []
+    monkeypatch.setattr("hgrn_vision.data.splits.open_image", lambda *arguments: asked.append(arguments))
+    train, _ = open_splits(config(max_pixels=99))
+    train.load(3)
+    train.subset(np.array([3])).load(0, 64)
+    assert [arguments[1:] for arguments in asked] == [(99, 0), (99, 64)] and asked[0][0] is not None
+
+
+def test_a_file_that_cannot_be_read_counts_as_a_bad_image():
+    class Broken:
+        def __init__(self, error):
+            self.error = error
+
+        def read(self, row):
+            raise self.error
+
+    for error, reason in ((OSError(5, "Input/output error"), "Input/output error"), (OSError("cut off"), "cut off")):
+        split = Split("train", Broken(error), ["a"], np.zeros(1, int), np.arange(1))
+        with pytest.raises(BadImage, match=f"^{reason}$"):
+            split.load(0)
+
+
+def test_splits_may_have_names_of_their_own(tmp_path):
+    for number, name in enumerate(("mine", "theirs", "train", "val"), start=2):
+        tree(tmp_path / name, a=number, b=number)
+    named = open_splits(config(data=str(tmp_path), train_split="mine", val_split="theirs"))
+    assert [len(split) for split in named] == [4, 6]
+    assert [len(split) for split in open_splits(config(data=str(tmp_path)))] == [8, 10]
+
+
+def test_data_sets_that_timm_knows_are_asked_for_by_split(monkeypatch):
+    asked = []
+
+    def listing(*arguments, **options):
+        asked.append((*arguments, options))
+        return Listing(None, np.array([0, 1]), ["a", "b"])
+
+    monkeypatch.setattr(sources, "list_torchvision", listing)
+    monkeypatch.setattr(sources, "list_huggingface", listing)
+    open_splits(config(dataset="torch/cifar10", data="here", train_split="t", val_split="v", download=True))
+    open_splits(config(dataset="hfds/own", data="", train_split="t", val_split="v", input_key="img", target_key="cls"))
+    keys = {"input_key": "img", "target_key": "cls"}
+    assert sorted(asked, key=str) == [
+        ("hfds/own", "", "t", keys),
+        ("hfds/own", "", "v", keys),
+        ("torch/cifar10", "here", "t", {"download": True}),
+        ("torch/cifar10", "here", "v", {"download": True}),
+    ]
+    with pytest.raises(ValueError, match="dataset 'cifar10' must start with torch/, hfds/, wds/, tfds/, hfids/"):
+        open_splits(config(dataset="cifar10"))
 
 
 def test_plain_class_folders_hold_some_out(tmp_path):
@@ -105,6 +167,10 @@ def test_too_few_images_for_a_batch(tmp_path):
     train, _ = open_splits(config(data=tree(tmp_path, a=5, b=5), holdout=0.2))
     with pytest.raises(ValueError, match="8 training images are fewer than one batch of 64.* to 8 or less"):
         steps_per_epoch(train, config())
+    # mixup pairs images, so that batches are even
+    for images, advised in ((7, 6), (1, 2)):
+        with pytest.raises(ValueError, match=f"{images} training images are fewer .* to {advised} or less"):
+            steps_per_epoch(train.subset(np.arange(images)), config())
 
 
 def test_listed_classes_fix_the_order(tmp_path):
@@ -148,21 +214,28 @@ def test_a_stream_is_as_long_as_its_limit(monkeypatch):
     assert (len(train), len(validation)) == (30, 20)
     assert (len(open_splits(config(**STREAM))[1]), len(open_splits(config(**STREAM, eval_images=99))[1])) == (30, 30)
     assert [reader.split for reader in readers[:2]] == ["t", "v"]
-    # timm divides the training images among the ranks; of validation images every rank reads all and keeps its part
+    # a model that is evaluated knows its classes
+    assert train.class_names == ["0", "1", "2"]
+    assert open_validation(config(**STREAM), ["a", "b"]).class_names == ["a", "b"]
+    # timm divides the training images among the ranks; of the others every rank reads all and keeps its part
     assert [(reader.dist_rank, reader.dist_num_replicas) for reader in readers[:2]] == [(1, 2), (0, 1)]
 
 
-@pytest.mark.parametrize("dataset, mode", [("wds/", ""), ("tfds/flowers", "RGB")])
-def test_streams_leave_decoding_to_us_where_they_can(monkeypatch, dataset, mode):
-    modes = []
+# decoding is ours where they can leave it to us; a wds stream is a list of addresses, with nothing to download
+@pytest.mark.parametrize("dataset, own", [("wds/", {"mode": ""}), ("tfds/flowers", {"mode": "RGB", "download": True})])
+def test_what_streams_are_asked_for(monkeypatch, dataset, own):
+    asked = []
 
     def create_reader(name, input_img_mode, **options):
-        modes.append(input_img_mode)
+        asked.append({"name": name, "mode": input_img_mode, **options})
         return SimpleNamespace(num_samples=30)
 
     monkeypatch.setattr("hgrn_vision.data.splits.create_reader", create_reader)
-    open_splits(config(**{**STREAM, "dataset": dataset}))
-    assert modes == [mode, mode]
+    changes = dict(dataset=dataset, seed=5, input_key="jpg", download=True, max_pixels=99)
+    splits = open_splits(config(**{**STREAM, **changes}))
+    shared = dict(name=dataset, root="somewhere", batch_size=16, seed=5, input_key="jpg", target_key=None, **own)
+    assert asked == [{**shared, "split": "t", "is_training": True}, {**shared, "split": "v", "is_training": False}]
+    assert [split.max_pixels for split in splits] == [99, 99]
 
 
 def test_a_stream_cannot_be_balanced():
@@ -170,7 +243,7 @@ def test_a_stream_cannot_be_balanced():
         open_splits(config(**STREAM, balance=True))
 
 
-@pytest.mark.parametrize("folders", [NAMES, ["0", "1", "2"], ["Rose", "DAISY <B>", "2"], ["rose", "daisy-<b>", "2"]])
+@pytest.mark.parametrize("folders", [NAMES, ["0", "1", "2"], ["Rose", "DAISY <B>", "2"], ["rose_", "daisy-<b>", "2"]])
 def test_folders_are_named_by_class_or_number(folders):
     assert match_folders(Listing(None, np.arange(3), folders), NAMES, [()] * 3).tolist() == [0, 1, 2]
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,15 @@ def test_a_cache_folder_that_is_not_absolute_does_not_count(tmp_path, monkeypatc
     assert cpu_build.cache_folder() == tmp_path / ".cache" / "hgrn_vision"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cpu_build.cache_folder() == tmp_path / ".cache" / "hgrn_vision"
+
+
+def test_a_user_without_a_home_has_no_cache_folder(monkeypatch):
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    assert cpu_build.cache_folder() is None
 
 
 def test_a_library_that_cannot_be_kept_is_used_where_it_is(tmp_path, monkeypatch):
@@ -160,6 +170,22 @@ def test_a_compilers_error_is_one_line(monkeypatch):
     done.stderr = ""
     with pytest.raises(BuildError, match="status 4: no message$"):
         cpu_build._run(["cc"])
+
+
+def test_a_compiler_that_hangs_or_writes_no_text_is_an_error_too(monkeypatch):
+    program = r"import sys; sys.stderr.buffer.write(b'a.c: error: \xe9\n'); sys.exit(3)"
+    with pytest.raises(BuildError, match="failed with status 3: a.c: error: \N{REPLACEMENT CHARACTER}$"):
+        cpu_build._run([sys.executable, "-c", program])
+    limits = []
+
+    def hang(command, timeout, **options):
+        limits.append(timeout)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(BuildError, match="^C compiler cc: Command .* timed out after 300 seconds$"):
+        cpu_build._run(["cc"])
+    assert limits == [300]
 
 
 def test_torchs_own_openmp_goes_before_others(monkeypatch):

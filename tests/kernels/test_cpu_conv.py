@@ -78,3 +78,21 @@ def test_bits_do_not_depend_on_threads():
         torch.set_num_threads(before)
     for result in results[1:]:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(result, results[0], strict=True))
+
+
+def test_small_gradients_are_not_lost_in_a_large_one():
+    """What images add to the gradient of the weight is added up in float64: in float32, 1 would vanish beside 2^24."""
+    dout = torch.ones(9, 1, 1)
+    dout[0] = 2**24
+    dweight = cpu_conv.backward(dout, torch.ones(9, 1, 1), torch.ones(1, 1, 3, 3), 1)[1]
+    assert dweight[0, 0, 1, 1].item() == 2**24 + 8
+
+
+def test_the_kernels_are_told_the_number_of_threads(monkeypatch):
+    told = []
+    monkeypatch.setattr(cpu_conv, "call", lambda name, like, *args: told.append((name, args[-1])))
+    monkeypatch.setattr(cpu_conv, "threads", lambda x: 7)
+    x, weight, dout = make_inputs(1, (2, 3), 4, 3)
+    cpu_conv.forward(x, weight, 3)
+    cpu_conv.backward(dout, x, weight, 3)
+    assert told == [("conv_forward", 7), ("conv_backward_weight", 7), ("conv_forward", 7)]

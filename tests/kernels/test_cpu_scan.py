@@ -1,15 +1,10 @@
 import functools
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from hgrn_vision.kernels import cpu_build, cpu_glu, cpu_library, cpu_scan, reference
+from hgrn_vision.kernels import cpu_glu, cpu_library, cpu_scan, reference
 
 CHUNK, BD = cpu_library.CHUNK, cpu_library.BD
 REASON = cpu_library.unavailable()
@@ -251,35 +246,7 @@ def test_bits_do_not_depend_on_threads(dtype, B, T, grid):
             assert torch.equal(value, results[0][name]), name
 
 
-@pytest.mark.parametrize("dtype", cpu_library.DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2), (5, 17, 2 * 33), (3, 41, 2 * 128)], ids=str)
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_glu_matches_float64(dtype, shape, with_bias):
-    x, bias = torch.randn(shape).to(dtype), torch.randn(shape[-1])
-    dout = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
-    leaves = [x.double().requires_grad_(), bias.double().requires_grad_()]
-    a, v = (leaves[0] + leaves[1] if with_bias else leaves[0]).chunk(2, dim=-1)
-    want = F.silu(a) * v
-    want_dx, want_dbias = torch.autograd.grad(want, leaves, dout.double(), allow_unused=True)
-
-    given = bias.to(torch.float64 if dtype == torch.float64 else torch.float32) if with_bias else None
-    out = cpu_glu.forward(x, given)
-    dx, dbias = cpu_glu.backward(dout, x, given)
-    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
-    assert out.dtype == dx.dtype == dtype
-    assert error(out, want.detach()) <= tolerance and error(dx, want_dx) <= tolerance
-    assert error(dbias, want_dbias) <= min(tolerance, 2e-6) if with_bias else dbias.numel() == 0
-
-
-@pytest.mark.parametrize("dtype, ulp", [(torch.float32, 2**-23), (torch.float64, 2**-52)])
-def test_gates_keep_their_precision_when_saturated(dtype, ulp):
-    a = torch.linspace(-80, 80, 4001, dtype=dtype)
-    silu = cpu_glu.forward(torch.stack([a, torch.ones_like(a)], dim=-1), None).squeeze(-1)
-    want = a.double() / (1 + (-a.double()).exp())
-    assert ((silu.double() - want).abs() <= 4 * ulp * want.abs()).all()
-
-
-def test_nan_and_infinity_are_not_hidden():
+def test_nan_is_not_hidden():
     x, bias, lower_bound, theta, dout = (t.float() for t in make_inputs(1, 40, BD, K=1))
     x[0, 10, 3] = float("nan")
     for dtype in cpu_library.DTYPES:
@@ -290,150 +257,14 @@ def test_nan_and_infinity_are_not_hidden():
         assert (result["out"][0].isnan() | ~bad).all() and not result["out"][0, :10].isnan().any()
         assert not result["out"][0][:, [0, 1, 2, 4]].isnan().any()
         assert result["dx"][0, 10, 3].isnan() and result["dbias"][3].isnan()
-    a = torch.tensor([float("inf"), float("nan"), 1000.0, -1000.0])
-    silu = cpu_glu.forward(torch.stack([a, torch.ones(4)], dim=-1), None).squeeze(-1)
-    torch.testing.assert_close(silu, torch.tensor([float("inf"), float("nan"), 1000.0, 0.0]), equal_nan=True)
 
 
-def run(code, **environment):
-    """Run Python code in a process of its own, with the kernel modules imported."""
-    program = "import torch; from hgrn_vision.kernels import cpu_glu, cpu_library, cpu_scan\n" + code
-    path = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
-    return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("numel, want", [(32768, 3), (32767, 1)])
-def test_as_many_threads_as_torch_is_told_where_the_work_is_worth_it(numel, want, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert cpu_library.threads(torch.empty(numel)) == want
-
-
-def test_every_kernel_is_told_the_number_of_threads(monkeypatch):
+def test_the_kernels_are_told_the_number_of_threads(monkeypatch):
     told = {}
-    for module in (cpu_scan, cpu_glu):
-        monkeypatch.setattr(module, "call", lambda name, like, *args: told.update({name: args[-1]}))
-        monkeypatch.setattr(module, "threads", lambda x: 7)
+    monkeypatch.setattr(cpu_scan, "call", lambda name, like, *args: told.update({name: args[-1]}))
+    monkeypatch.setattr(cpu_scan, "threads", lambda x: 7)
     x, bias, lower_bound, theta, dout = make_inputs(2, 40, BD)
-    states = cpu_scan.forward(x, lower_bound, theta, bias)[1]
-    cpu_scan.backward(dout, x, lower_bound, theta, bias, states)
-    states = cpu_scan.forward(x, lower_bound, theta, bias, 8)[1]
-    cpu_scan.backward(dout, x, lower_bound, theta, bias, states, 8)
-    x, bias = x[..., : 2 * BD], bias[: 2 * BD]
-    cpu_glu.backward(cpu_glu.forward(x, bias), x, bias)
-    names = [f"{operation}_{way}" for operation in ("scan", "grid", "glu") for way in ("forward", "backward")]
-    assert told == dict.fromkeys(names, 7)
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-LARGE = "x, bound, theta = torch.randn(8, 64, 160), torch.rand(32), torch.rand(2, 32)\n"
-
-
-@needs_proc
-def test_shares_the_process_with_torch():
-    """One OpenMP runtime, denormals left alone, nothing printed."""
-    code = """
-tiny = lambda: (torch.tensor([1e-30]) * torch.tensor([1e-10])).item() > 0
-assert tiny()
-cpu_scan.forward(x, bound, theta, None)
-maps = open('/proc/self/maps').read()
-print(tiny())
-print(*{line.split()[-1] for line in maps.splitlines() if 'gomp' in line or 'iomp' in line}, sep='\\n')
-"""
-    lines = run(LARGE + code).communicate()[0].splitlines()
-    assert lines[0] == "True"
-    assert len(lines) == 2
-
-
-@pytest.mark.machine
-@needs_proc
-def test_starts_the_threads_it_is_told():
-    code = """
-import os
-tasks = lambda: len(os.listdir('/proc/self/task'))
-cpu_scan.forward(x, bound, theta, None)
-torch.set_num_threads(3)
-alone = tasks()
-cpu_scan.forward(x, bound, theta, None)
-print(tasks() - alone)
-"""
-    assert run(LARGE + code).communicate()[0] == "2\n"
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """Kernels not yet loaded, and an empty cache folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_library._library.cache_clear()
-    yield tmp_path / "hgrn_vision"
-    monkeypatch.undo()
-    cpu_library._library.cache_clear()
-
-
-def works():
-    return cpu_glu.forward(torch.tensor([[0.0, 1.0]]), None).tolist() == [[0.0]]
-
-
-def test_processes_that_build_at_once(fresh):
-    code = "print(cpu_library.unavailable(), cpu_glu.forward(torch.tensor([[0.0, 1.0]]), None).tolist())"
-    both = [run(code) for _ in range(2)]
-    assert [process.communicate()[0] for process in both] == ["None [[0.0]]\n"] * 2
-    assert fresh.stat().st_mode & 0o777 == 0o700
-    kept = list(fresh.iterdir())
-    assert kept and all(re.fullmatch(r"[0-9a-f]{16}-[0-9a-f]{16}\.so", path.name) for path in kept)
-    modified = {path: path.stat().st_mtime_ns for path in kept}
-    assert cpu_library.unavailable() is None and works()
-    assert {path: path.stat().st_mtime_ns for path in fresh.iterdir()} == modified
-
-
-def test_truncated_library_is_built_again(fresh):
-    assert cpu_library.unavailable() is None
-    (library,) = fresh.iterdir()
-    whole = library.read_bytes()
-    # a new file: the one that is loaded must stay intact
-    library.unlink()
-    library.write_bytes(whole[: len(whole) // 2])
-    cpu_library._library.cache_clear()
-    assert cpu_library.unavailable() is None and works()
-    (library,) = fresh.iterdir()
-    assert len(library.read_bytes()) == len(whole)
-
-
-def test_cache_folder_that_cannot_be_made(fresh, monkeypatch):
-    fresh.parent.joinpath("file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh.parent / "file"))
-    assert cpu_library.unavailable() is None and works()
-    assert not fresh.exists()
-
-
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder away")
-def test_cache_folder_of_someone_else_is_not_used(fresh):
-    fresh.mkdir()
-    os.chown(fresh, 12345, 12345)
-    assert cpu_library.unavailable() is None and works()
-    assert not list(fresh.iterdir())
-
-
-@pytest.mark.parametrize(
-    "compiler, says", [("/bin/false", "status 1"), ("no-such-cc", "No such file"), (None, "no C compiler")]
-)
-def test_no_compiler(fresh, monkeypatch, compiler, says):
-    if compiler:
-        monkeypatch.setenv("CC", compiler)
-    else:
-        monkeypatch.delenv("CC", raising=False)
-        monkeypatch.setenv("PATH", str(fresh))
-    reason = cpu_library.unavailable()
-    assert says in reason and "\n" not in reason
-    with pytest.raises(RuntimeError, match="cannot be used"):
-        works()
-
-
-def test_failed_build_names_the_error(fresh, monkeypatch):
-    monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "-include", "no_such_header.h"))
-    assert "no_such_header.h" in cpu_library.unavailable()
-
-
-def test_compiler_without_openmp_builds_for_one_thread(fresh, monkeypatch):
-    monkeypatch.setattr(cpu_build, "_openmp_runtime", lambda: "/no/such/libgomp.so")
-    assert cpu_library.unavailable() is None and works()
+    for width in (0, 8):
+        states = cpu_scan.forward(x, lower_bound, theta, bias, width)[1]
+        cpu_scan.backward(dout, x, lower_bound, theta, bias, states, width)
+    assert told == dict.fromkeys(["scan_forward", "scan_backward", "grid_forward", "grid_backward"], 7)

@@ -5,8 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from hgrn_vision.kernels import reference, triton_scan
+from hgrn_vision.kernels.triton_math import locate, locate_sequence
 from hgrn_vision.scan import _scan, hgru_scan
 
 CT = triton_scan.CT
@@ -246,6 +249,24 @@ def check_buffers(monkeypatch, K, fields, grid, launches):
     assert len(made) == launches
     for name in NAMES:
         assert torch.equal(got[name], want[name]), name
+
+
+@triton.jit
+def locate_kernel(first, T, STEP, CT: tl.constexpr, SEQUENCE: tl.constexpr):
+    if SEQUENCE:
+        i_c, i_t, _ = locate_sequence(T, STEP, 1, 1)
+    else:
+        i_c, i_t, _, _ = locate(T, 1, CT, 1)
+    tl.store(first + i_c, i_t)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tokens_past_two_billion_are_found(sequence):
+    """Numbers of 32 bits would begin again below zero."""
+    first = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    # rows of the batch with 2^30 tokens: two chunks, or two sequences that lie interleaved
+    locate_kernel[(8,)](first, 2**29 if sequence else 2**30, 2, CT=2**29, SEQUENCE=sequence)
+    assert first.tolist() == [i // 2 * 2**30 + i % 2 * (1 if sequence else 2**29) for i in range(8)]
 
 
 @pytest.mark.parametrize("field", [1, 2])

@@ -81,6 +81,8 @@ def test_the_environment_is_a_default_only(monkeypatch):
     assert resolved(name="cpu") == "cpu"
     with set_backend("cpu"):
         assert resolved() == "cpu"
+    monkeypatch.setenv(backend.ENVIRONMENT, "")
+    assert resolved() == backend.choose(torch.device("cpu"), torch.float32)
     monkeypatch.setenv(backend.ENVIRONMENT, "fast")
     with pytest.raises(ValueError, match="HGRN_VISION_BACKEND: backend must be one of auto, triton, cpu, torch"):
         resolved()
@@ -93,6 +95,16 @@ def test_a_backend_asked_for_by_name_raises_where_it_cannot_run():
         hgru_scan(*inputs(1, 2, 3, 2, 5, dtype=torch.float16), backend="cpu")
     with pytest.raises(ValueError, match="must be one of"):
         set_backend("cuda")
+
+
+def test_a_backend_whose_modules_cannot_be_imported_says_why(monkeypatch):
+    def missing(backend, operation):
+        raise ImportError("No module named 'triton'")
+
+    monkeypatch.setattr(backend, "kernels", missing)
+    monkeypatch.setattr(backend, "unavailable", backend.unavailable.__wrapped__)
+    assert backend.unavailable("triton") == "No module named 'triton'"
+    assert backend.choose.__wrapped__(torch.device("cuda"), torch.float32) == "torch"
 
 
 def record_kernels(monkeypatch):
@@ -137,6 +149,20 @@ def test_modes_see_the_operation():
     with Recorder():
         hgru_scan(*arguments, backend="cpu")
     assert torch.ops.hgrn_vision.scan.default in seen
+
+
+def test_tensors_of_other_classes_are_for_the_dispatcher():
+    """They may be sharded, quantized or fake, and have no memory that a kernel could read."""
+
+    class Other(torch.Tensor):
+        pass
+
+    plain = torch.empty(2)
+    assert not backend.needs_dispatcher(plain, None, torch.nn.Parameter(plain, requires_grad=False))
+    assert backend.needs_dispatcher(plain, plain.as_subclass(Other)) and backend.needs_dispatcher(plain.to("meta"))
+    assert backend.needs_dispatcher(torch.nn.Parameter(plain))
+    with torch.no_grad():
+        assert not backend.needs_dispatcher(torch.nn.Parameter(plain))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -199,6 +225,8 @@ def test_double_backward_raises():
 def test_meta_tensors():
     args = [t.to("meta") for t in inputs(2, 40, 6, 2, 5)]
     assert hgru_scan(*args).shape == (2, 40, 12)
+    # whoever plans a model for another machine has its kernels not here
+    assert hgru_scan(*args, backend="triton").is_meta and hgru_scan(*args, backend="cpu").is_meta
     assert timm.create_model("hgrn_deit_tiny", **MODEL, device="meta")(torch.empty(2, 3, 16, 16, device="meta")).is_meta
 
 

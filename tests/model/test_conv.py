@@ -57,6 +57,8 @@ def test_when_the_kernel_runs(monkeypatch):
     local_conv(x, weight, (3, 4), "torch")
     with torch.autocast("cpu", torch.bfloat16):
         assert local_conv(x, weight, (3, 4)).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="type.*should be the same"):
+        local_conv(x, weight.double(), (3, 4))
     scripted = torch.jit.script(_plain)
     torch.testing.assert_close(scripted(x, weight, (3, 4)), want)
     assert len(calls) == 2

@@ -13,7 +13,7 @@ from saved_models import SMALL, package_starter, small_model
 from timm.layers import resample_patch_embed
 
 from hgrn_vision import packaged
-from hgrn_vision.packaged import STARTER, SUMS, write_starter
+from hgrn_vision.packaged import STARTER, SUMS, check_packaged, write_starter
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,24 @@ def test_what_is_written(tmp_path):
     assert (tmp_path / SUMS).read_text() == f"{'0' * 64}  other.safetensors\n{digest}  small.test.safetensors\n"
     write_starter(small_model(seed=1), tmp_path, "small.test")
     assert len((tmp_path / SUMS).read_text().splitlines()) == 2 and digest not in (tmp_path / SUMS).read_text()
+
+
+def test_whole_numbers_stay_whole_numbers(tmp_path):
+    norm = torch.nn.BatchNorm2d(2)
+    norm.num_batches_tracked += 2**40 + 1
+    tensors = load_file(write_starter(norm, tmp_path))
+    assert tensors["num_batches_tracked"].item() == 2**40 + 1 and tensors["weight"].dtype == torch.float16
+
+
+def test_a_list_of_binary_files_is_read_too(tmp_path, monkeypatch):
+    """As `sha256sum --binary` writes it."""
+    path = write_starter(torch.nn.Linear(2, 2), tmp_path, "a.b")
+    monkeypatch.setattr(packaged, "PRETRAINED", tmp_path)
+    (tmp_path / SUMS).write_text((tmp_path / SUMS).read_text().replace("  a.b", " *a.b"))
+    check_packaged(path)
+    (tmp_path / SUMS).write_text((tmp_path / SUMS).read_text().replace("a.b", "b.b"))
+    with pytest.raises(ValueError, match="a.b.safetensors is damaged"):
+        check_packaged(path)
 
 
 @pytest.mark.skipif(not shutil.which("sha256sum"), reason="there is no sha256sum")

@@ -192,8 +192,19 @@ class Payload:
         return (print, ("this must not run",))
 
 
-@pytest.mark.parametrize("content", ["pickle", "cut", "text", "empty", "missing", "no tensors", "half released"])
-def test_files_that_are_not_checkpoints(content, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ("pickle", "c.pth is not a checkpoint that can be read safely: .*builtins.print"),
+        ("cut", "c.pth is not a checkpoint that can be read safely"),
+        ("text", "c.pth is not a checkpoint that can be read safely"),
+        ("empty", "c.pth is not a checkpoint that can be read safely: EOFError"),
+        ("missing", "no checkpoint file at .*c.pth"),
+        ("no tensors", "c.pth holds no tensors"),
+        ("half released", "released HGRN checkpoint lacks 'layers.1.token_mixer.gate.weight'"),
+    ],
+)
+def test_files_that_are_no_checkpoints(content, says, tmp_path, capsys):
     path = tmp_path / "c.pth"
     if content == "pickle":
         torch.save({"model": Payload()}, path)
@@ -210,7 +221,7 @@ def test_files_that_are_not_checkpoints(content, tmp_path, capsys):
         state = released_state_dict()
         del state["layers.1.token_mixer.gate.weight"]
         torch.save(state, path)
-    with pytest.raises((ValueError, FileNotFoundError)) as error:
+    with pytest.raises(FileNotFoundError if content == "missing" else ValueError, match=says) as error:
         load_checkpoint(ours(), path)
     assert "\n" not in str(error.value)
     assert "must not run" not in capsys.readouterr().out

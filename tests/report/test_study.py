@@ -35,6 +35,27 @@ def test_the_curves_are_means_in_bands():
     assert {tuple(point) for point in shade.get_paths()[0].vertices} >= {(1, 40), (1, 44), (2, 50), (2, 52)}
 
 
+def test_a_curve_of_one_point_is_seen():
+    curves = (((5.0, 40.0),), ((5.0, 44.0),))
+    (axes,) = curve_chart([arm(), arm("short", curves=curves)], "steps").axes
+    assert [line.get_marker() for line in axes.lines] == ["None", "o"]
+
+
+def test_the_first_arm_is_on_top_and_names_are_no_formulas():
+    arms = [arm("$x$ " + 40 * "y"), arm("$z$", sizes=[(32, 1.0, 0.5)])]
+    dots, differences = (figure := dot_chart(arms)).axes
+    bottom, top = dots.get_ylim()
+    assert top < 0 < 1 < bottom
+    labels = dots.get_yticklabels()
+    assert [label.get_text() for label in labels] == ["$x$ " + 27 * "y" + "…", "$z$"]
+    assert differences.get_title() == "Difference to $x$ " + 19 * "y" + "…, points"
+    for chart in (curve_chart(arms, "steps"), size_chart(arms)):
+        (legend,) = chart.legends
+        labels += legend.get_texts()
+    assert len(labels) == 5 and not figure.legends
+    assert not any(text.get_parse_math() for text in [*labels, differences.title])
+
+
 def test_each_seed_is_a_dot_and_each_difference_has_its_interval():
     dots, differences = dot_chart([arm(), arm("b", (48.0, math.nan), (-3.0, -5.0, -1.0))]).axes
     first, mean, second, _ = dots.lines
@@ -53,6 +74,10 @@ def test_models_that_cannot_take_a_size_have_no_point_there():
     assert axes.lines[0].get_xydata().tolist() == [[64, 50], [256, 40]]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["64", "128", "256"]
     assert axes.lines[-1].get_xdata()[0] == 64
+    # one seed has no deviation, and the band no width there
+    (shade,) = axes.collections
+    corners = {tuple(point) for point in shade.get_paths()[0].vertices}
+    assert corners >= {(64, 49), (64, 51), (256, 40)} and all(map(math.isfinite, np.array([*corners]).flat))
 
 
 def test_the_page_holds_all_it_shows(tmp_path):
@@ -67,6 +92,8 @@ def test_the_page_holds_all_it_shows(tmp_path):
     assert "&lt;b&gt;$x$: it is so." in page and "<b>$x$" not in page
     assert page.count("<svg") == 3 and "Other image sizes" in page and 'href="b/seed0/report.html"' in page
     assert not re.search(r"https?://(?!www\.w3\.org)", page) and "<script" not in page
+    write_study(tmp_path / "odd.html", StudyData("caf\udce9", "c", arms[:1], [], "steps"))
+    assert "caf?" in (tmp_path / "odd.html").read_text(encoding="utf-8")
     without = render(StudyData("t", "c", arms[:1], [], "steps"))
     assert "Other image sizes" not in without and without.count("<svg") == 2
 

@@ -40,6 +40,16 @@ def test_names_are_text_and_settings_are_data():
     assert got["module"]["bytes"] == 10
 
 
+def test_the_model_is_loaded_when_all_is_defined():
+    """The script of the model begins to load it, with what the others define."""
+    script = re.findall(r"<script[^>]*>(.*?)</script>", page(), re.DOTALL)
+    (own,) = [text for text in script if (web.SOURCES / "model.js").read_text("utf-8") in text]
+    assert own.rstrip().endswith((web.SOURCES / "model.js").read_text("utf-8").rstrip())
+    assert (web.SOURCES / "page.js").read_text("utf-8") in own and (web.SOURCES / "sources.js").read_text(
+        "utf-8"
+    ) in own
+
+
 def test_the_page_may_talk_to_its_host_and_the_runtimes_only():
     def rules(text):
         policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1].replace("&#39;", "'")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from hgrn_vision.train import distillation
 from hgrn_vision.train.distillation import DistillationTask, logit_loss, map_loss
 from hgrn_vision.train.teachers import Answer
 
@@ -71,3 +72,16 @@ def test_what_is_asked_for_is_what_is_added_up(by_logits, by_maps, labels):
     torch.testing.assert_close(loss, want)
     loss.backward()
     assert all(parameter.grad is not None for parameter in student.stem.parameters())
+
+
+@pytest.mark.parametrize("map_channels", [None, 6])
+def test_ranks_share_the_gradients_of_all_that_is_trained(map_channels, monkeypatch):
+    made, shared = [], nn.Identity()
+    monkeypatch.setattr(
+        distillation, "DistributedDataParallel", lambda module, **options: made.append((module, options)) or shared
+    )
+    task = DistillationTask(Student(), None, True, map_channels, 1.0, 1.0, torch.device("cpu"))
+    trained = task.trainable_module
+    assert task.prepare_distributed(device_ids=[3], gradient_as_bucket_view=True) is task
+    assert made == [(trained, {"device_ids": [3], "gradient_as_bucket_view": True})]
+    assert task.trainable_module is shared and hasattr(trained, "projection") == (map_channels is not None)

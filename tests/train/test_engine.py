@@ -1,6 +1,7 @@
 """The optimizer step against a plain loop, the settings that change it, and numbers that are not finite."""
 
 import ast
+import contextlib
 import copy
 import functools
 import math
@@ -11,6 +12,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.task import ClassificationTask
 from training import SMALL, Setup, digits
 
 from hgrn_vision.data.transforms import BatchTransform
@@ -308,3 +310,42 @@ def test_options_of_the_optimizer_are_the_settings_and_not_the_checkpoints():
     assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
     assert {(tuple(group["betas"]), group["eps"]) for group in groups} == {((0.5, 0.6), 1e-3)}
     assert len(new.engine.optimizer.state_dict()["state"]) == len(new.engine.parameters)
+
+
+def test_images_reach_the_model_at_the_sides_of_their_epoch():
+    setup = Setup(digits(epochs=4, first_sizes="4x1,6x2", channels_last=True))
+    seen = []
+    setup.engine.model.register_forward_pre_hook(lambda model, args: seen.append(args[0]))
+    for _ in range(4):
+        setup.run(1)
+        setup.engine.progress.next_epoch()
+    # two micro-batches in a step
+    assert [images.shape[-2:] for images in seen[::2]] == [(4, 4), (6, 6), (6, 6), (8, 8)]
+    assert seen[-1].is_contiguous(memory_format=torch.channels_last) and not seen[-1].is_contiguous()
+
+
+def test_ranks_exchange_gradients_once_in_a_step():
+    setup, events = Setup(digits(micro_batch=16)), []
+
+    @contextlib.contextmanager
+    def no_sync():
+        events.append("alone")
+        yield
+        events.append("end")
+
+    setup.engine.task.no_sync = no_sync
+    setup.engine.model.register_forward_pre_hook(lambda *_: events.append("batch"))
+    setup.engine.model.head.weight.register_hook(lambda grad: events.append("gradient"))
+    setup.run(1)
+    assert events == ["alone", "batch", "gradient", "end"] * 3 + ["batch", "gradient"]
+
+
+@pytest.mark.parametrize("device, ids", [("cpu", None), ("cuda:1", [1])])
+def test_a_run_of_several_ranks_is_prepared_for_them(device, ids, monkeypatch):
+    made = []
+    monkeypatch.setattr(ClassificationTask, "prepare_distributed", lambda self, **options: made.append(options))
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *args, **options: self)
+    config = digits(opt="sgd")
+    model = build_model(config, 10)
+    Engine(config, World(0, 2, device=torch.device(device)), model, data_spec(config, model), 3)
+    assert made == [{"device_ids": ids, "gradient_as_bucket_view": True}]

@@ -4,11 +4,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import timm
 import torch
+from training import SMALL
 
 from hgrn_vision.data.batches import BadRecord, EvalBatch
 from hgrn_vision.inference.metrics import measure
-from hgrn_vision.train.evaluation import collect, find_checkpoint
+from hgrn_vision.train.evaluation import WrongSize, collect, find_checkpoint, fit_size
 
 
 def evaluation_of(logits, true):
@@ -73,3 +75,17 @@ def test_the_best_checkpoint_of_a_run_or_the_one_that_there_is(tmp_path):
         (folder / f"{name}.safetensors").touch()
         assert find_checkpoint(tmp_path / "run") == folder / f"{name}.safetensors"
     assert find_checkpoint(folder / "last.safetensors") == folder / "last.safetensors"
+
+
+def test_other_sizes_resample_position_embeddings_and_mixers_have_none():
+    deit = timm.create_model("deit_tiny_patch16_224", img_size=8, patch_size=2, embed_dim=24, depth=1, num_classes=3)
+    weights = {name: tensor.clone() for name, tensor in deit.state_dict().items()}
+    fit_size(deit, 16)
+    assert deit.pos_embed.shape[1] == 1 + 64 and deit(torch.zeros(1, 3, 16, 16)).shape == (1, 3)
+    assert all(torch.equal(tensor, weights[n]) for n, tensor in deit.state_dict().items() if n != "pos_embed")
+    hgrn = timm.create_model("hgrn_deit_tiny", img_size=8, **SMALL)
+    fit_size(hgrn, 11)
+    assert torch.isfinite(hgrn(torch.zeros(1, 3, 11, 11))).all()
+    mixer = timm.create_model("gmlp_ti16_224", img_size=32)
+    with pytest.raises(WrongSize, match="cannot take images of 48 pixels"):
+        fit_size(mixer, 48)

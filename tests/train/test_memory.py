@@ -3,6 +3,7 @@ import math
 import resource
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,39 @@ def test_training_on_a_cpu_keeps_it(device, monkeypatch, tmp_path):
     monkeypatch.setattr(run.Run, "open", opened)
     with pytest.raises(Stopped, match="kept" if device == "cpu" else "opened"):
         run.train(TrainConfig(), tmp_path)
+
+
+def test_the_peak_is_forgotten_after_freed_memory_is_given_back(monkeypatch):
+    """In this order, or the peak would begin at what the last run has left."""
+    events = []
+
+    class FakePath(str):
+        def write_text(self, text):
+            events.append((str(self), text))
+
+    library = SimpleNamespace(malloc_trim=lambda pad: events.append("trim"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(memory, "Path", FakePath)
+    memory.forget_peak(torch.device("cpu"))
+    assert events == ["trim", ("/proc/self/clear_refs", "5")]
+    # a system without them
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    memory.forget_peak(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: events.append(device))
+    memory.forget_peak(torch.device("cuda:1"))
+    assert events[2:] == ["empty", torch.device("cuda:1")]
+
+
+@pytest.mark.machine
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_the_peak_begins_anew_for_each_run():
+    device = torch.device("cpu")
+    big = torch.ones(2**26)  # 256 MiB
+    held = memory.peak_memory(device)
+    del big
+    memory.forget_peak(device)
+    assert memory.peak_memory(device) < held - 200
 
 
 @pytest.mark.parametrize("platform, unit", [("linux", 2**10), ("darwin", 2**20)])

@@ -8,6 +8,7 @@ import pytest
 from image_data import SPEC, png, write
 from torch import nn
 
+from hgrn_vision.train import photo_splits
 from hgrn_vision.train.config import TrainConfig
 from hgrn_vision.train.photo_splits import open_photo_splits
 from hgrn_vision.train.teachers import Answer, Teacher
@@ -120,3 +121,22 @@ def test_names_from_a_file_go_before_the_teachers(tmp_path, settings):
     (tmp_path / "names.txt").write_text("rot\ngrün\nblau\n", encoding="utf-8")
     splits = open_photo_splits(settings(classes=str(tmp_path / "names.txt")), teacher())
     assert splits.train.class_names == splits.agreement.class_names == ["rot", "grün", "blau"]
+
+
+def test_what_is_validated_on_is_not_learned_from(tmp_path, settings, monkeypatch):
+    """Photographs are looked for among all labelled images, not only among those that are measured."""
+    write_colours(tmp_path / "photos", 8)
+    for number in range(6):
+        write(tmp_path / "val" / "red" / f"{number}.png", png((number, 0, 0)))
+    asked, progress = [], object()
+    whole = photo_splits.open_photos
+
+    def open_photos(folders, side, cache, max_pixels, avoid, shown):
+        asked.append((max_pixels, len(avoid), shown))
+        return whole(folders, side, cache, max_pixels, avoid, None)
+
+    monkeypatch.setattr(photo_splits, "open_photos", open_photos)
+    config = settings(val=str(tmp_path / "val"), eval_images=2, max_pixels=9999)
+    splits = open_photo_splits(config, teacher(), progress)
+    assert asked == [(9999, 6, progress)] and len(splits.labelled) == 2
+    assert {split.max_pixels for split in (splits.train, splits.agreement, splits.labelled)} == {9999}

@@ -1,6 +1,7 @@
 """Teachers of every kind give the answers of their model, at their own size and normalisation."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,6 +98,20 @@ def test_a_run_and_a_plain_folder_are_teachers(tmp_path, pixels):
         open_teacher(str(path))(images, STUDENT).logits for path in (tmp_path / "run", tmp_path / "run" / "model")
     ]
     assert torch.equal(*answers)
+
+
+def test_a_teacher_is_known_by_its_weights(tmp_path):
+    """Kept answers are those of the same weights, whatever their file is called."""
+    save_model(tmp_path / "a")
+    same = open_teacher(str(tmp_path / "a")).digest
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    assert open_teacher(str(tmp_path / "copy")).digest == same
+    save_model(tmp_path / "a", seed=1)
+    assert open_teacher(str(tmp_path / "a")).digest != same
+    files = [export(tmp_path / f"{name}.onnx", Small()) for name in "ab"]
+    shutil.copy(files[0], tmp_path / "copy.onnx")
+    first, second, copy = (open_teacher(str(file)).digest for file in (*files, tmp_path / "copy.onnx"))
+    assert first == copy != second and len({same, first, second}) == 3
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-2)])

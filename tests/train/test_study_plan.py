@@ -1,0 +1,56 @@
+"""What a study is going to do, checked before anything is trained."""
+
+import math
+
+import pytest
+from timm.models import register_model
+from torch import nn
+from training import SMALL
+
+from hgrn_vision.train.study import study_from_mapping
+from hgrn_vision.train.study_plan import make_plan
+
+ARMS = {"a": None, "b": {"lr": 0.5}}
+CONTENT = {"arms": ARMS, "epochs": 3, "epoch_steps": 2, "batch_size": 32, "device": "cpu", "model_args": SMALL}
+
+
+def test_all_arms_run_with_one_seed_before_the_next():
+    plan = make_plan(study_from_mapping({**CONTENT, "seeds": [4, 1]}))
+    assert [(arm.arm.name, seed) for arm, seed in plan.runs] == [("a", 4), ("b", 4), ("a", 1), ("b", 1)]
+    assert [arm.steps for arm in plan.arms] == [6, 6] and plan.arms[1].config.lr == 0.5
+    assert plan.images == {"training": 1438, "validation": 359, "classes": 10}
+
+
+def test_minutes_and_sizes_that_grow_do_not_go_together():
+    content = {**CONTENT, "img_size": 8, "first_sizes": "4x1"}
+    make_plan(study_from_mapping(content))
+    with pytest.raises(ValueError, match="first_sizes counts epochs, whose number --minutes-per-run does not know"):
+        make_plan(study_from_mapping({**content, "minutes_per_run": 1}))
+
+
+@register_model
+def picky_model_of_a_test(pretrained=False, **kwargs):
+    """Cannot be followed without numbers; takes images of 8 pixels."""
+
+    class Picky(nn.Module):
+        num_classes, pretrained_cfg = 10, {"input_size": (3, 8, 8)}
+
+        def forward(self, x):
+            if x.shape[-1] != 8:
+                raise RuntimeError("8 pixels, please\nand no more")
+            return x.new_zeros(len(x), int(x.sum().item()) + 10)
+
+        def set_grad_checkpointing(self, enable):
+            pass
+
+    return Picky()
+
+
+def test_a_model_that_cannot_be_counted_has_to_run():
+    arms = {"ours": None, "picky": {"model": "picky_model_of_a_test", **dict.fromkeys(SMALL)}}
+    plan = make_plan(study_from_mapping({**CONTENT, "arms": arms, "img_size": 8}))
+    assert plan.arms[0].multiply_adds > 0 and math.isnan(plan.arms[1].multiply_adds)
+    with pytest.raises(
+        ValueError, match="^arm 'picky': the model cannot take images of 12x12 pixels: 8 pixels, please$"
+    ):
+        make_plan(study_from_mapping({**CONTENT, "arms": arms, "img_size": 12}))
