@@ -38,14 +38,6 @@ def test_an_arm_as_typed(text, name, settings):
     assert parse_arm(text) == Arm(name, settings)
 
 
-def test_a_plan_says_where_arms_normalize_pixels_differently():
-    arms = {name: {"model": f"{name}_tiny_patch16_224", "num_heads": 1} for name in ("deit", "vit")}
-    settings = {"recipe": "digits", **QUICK, "arms": arms}
-    said = make_plan(study_from_mapping(settings)).unequal_pixels
-    assert said.endswith("deit: mean 0.485 0.456 0.406, std 0.229 0.224 0.225; vit: mean 0.5 0.5 0.5, std 0.5 0.5 0.5.")
-    assert make_plan(study_from_mapping({**settings, "mean": [0.5] * 3, "std": [0.25] * 3})).unequal_pixels == ""
-
-
 def test_what_an_arm_does_not_name_is_equal():
     study = study_from_mapping(
         {

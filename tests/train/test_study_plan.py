@@ -21,6 +21,14 @@ def test_all_arms_run_with_one_seed_before_the_next():
     assert plan.images == {"training": 1438, "validation": 359, "classes": 10}
 
 
+def test_a_plan_says_where_arms_normalize_pixels_differently():
+    arms = {name: {"model": f"{name}_tiny_patch16_224", "num_heads": 1} for name in ("deit", "vit")}
+    settings = {**CONTENT, "arms": arms}
+    said = make_plan(study_from_mapping(settings)).unequal_pixels
+    assert said.endswith("deit: mean 0.485 0.456 0.406, std 0.229 0.224 0.225; vit: mean 0.5 0.5 0.5, std 0.5 0.5 0.5.")
+    assert make_plan(study_from_mapping({**settings, "mean": [0.5] * 3, "std": [0.25] * 3})).unequal_pixels == ""
+
+
 def test_minutes_and_sizes_that_grow_do_not_go_together():
     content = {**CONTENT, "img_size": 8, "first_sizes": "4x1"}
     make_plan(study_from_mapping(content))

@@ -83,11 +83,13 @@ def test_a_full_disk_loses_no_finished_result(tmp_path, monkeypatch, no_reports)
 
 def test_equal_minutes_give_each_arm_its_own_steps(tmp_path, monkeypatch, no_reports):
     monkeypatch.setattr(study_runs, "time_steps", lambda configs: {"a": 0.5, "b": 1.0})
-    content = {**QUICK, "recipe": "digits", "arms": {"a": None, "b": {"depth": 1}}, "seeds": [0], "epoch_steps": None}
+    arms = {"a": None, "b": {"depth": 1, "mean": [0.5] * 3}}
+    content = {**QUICK, "recipe": "digits", "arms": arms, "seeds": [0], "epoch_steps": None}
     plan = make_plan(study_from_mapping({**content, "minutes_per_run": 0.1}))
     assert run_study(plan, tmp_path / "study", "").finished
     assert [run.steps for run in read_runs(tmp_path / "study" / "study.csv")] == [12, 6]
     page = (tmp_path / "study" / "report.html").read_text()
+    assert "b: mean 0.5 0.5 0.5, std" in page
     assert "0.1 minutes of training" in page and "minutes of training</text>" in page
     # a later start keeps to the pace that was measured first
     monkeypatch.setattr(study_runs, "time_steps", None)
