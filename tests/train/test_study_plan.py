@@ -32,7 +32,7 @@ def test_a_plan_says_where_arms_normalize_pixels_differently():
 def test_minutes_and_sizes_that_grow_do_not_go_together():
     content = {**CONTENT, "img_size": 8, "first_sizes": "4x1"}
     make_plan(study_from_mapping(content))
-    with pytest.raises(ValueError, match="first_sizes counts epochs, whose number --minutes-per-run does not know"):
+    with pytest.raises(ValueError, match="first_sizes counts epochs, whose number --minutes-per-run changes"):
         make_plan(study_from_mapping({**content, "minutes_per_run": 1}))
 
 

@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 from training import digits
 
+from hgrn_vision.data.spec import DataSpec
 from hgrn_vision.train import study_report
 from hgrn_vision.train.study import Arm, Study
 from hgrn_vision.train.study_folder import RunResult, summarise
 from hgrn_vision.train.study_plan import ArmPlan, Plan
 from hgrn_vision.train.study_report import spell_count, write_study_page
+
+SPEC = DataSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3, "bicubic", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +34,8 @@ def told(monkeypatch, minutes):
     study = Study({}, (Arm("a b"), Arm("c")), seeds=(0, 1), minutes_per_run=minutes)
     config = digits(epochs=2, batch_size=64)
     arms = [
-        ArmPlan(study.arms[0], config, 2, 5, 7.0, 8),
-        ArmPlan(study.arms[1], replace(config, lr=1.0, batch_size=32), 2, 5, 7.0, 8),
+        ArmPlan(study.arms[0], config, 2, 5, 7.0, SPEC),
+        ArmPlan(study.arms[1], replace(config, lr=1.0, batch_size=32), 2, 5, 7.0, SPEC),
     ]
     plan = Plan(study, arms, {"training": 1000, "validation": 200, "classes": 10})
     results = [run("a b", 0, 50.0), run("c", 0, 60.0), run("a b", 1, 1.0, "diverged")]
