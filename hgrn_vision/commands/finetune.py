@@ -19,6 +19,7 @@ from ..train.finetune_recipe import (
     MAX_BAD_FRACTION,
     QUICK_SIDE,
     STARTER_QUICK_SIDE,
+    STARTER_SETTINGS,
     STARTER_SIDE,
     fitting_side,
     model_settings,
@@ -46,7 +47,7 @@ SHOWN = {
     "patience": "epochs without improvement before stopping [10 or 20]",
     "balance": "draw every class equally often",
     "batch_size": "images per step [2 to 32, depending on the data]",
-    "lr": "peak learning rate [5e-4, 1e-3 from scratch]",
+    "lr": "peak learning rate [2e-3; 5e-4 for --init RUN, 1e-3 for none]",
     "seed": "seed of all randomness [0]",
     "device": "cpu, cuda, ... [a GPU if there is one]",
 }
@@ -150,6 +151,8 @@ def resolve(given: dict[str, Any], found: Survey, initial: Initial | None, quick
         model = {} if "model" in given else model_settings(side, quick)
     side = fitting_side({**model, **given}, side, exact="img_size" in given)
     suited = recipe_settings(images, side, bool(initial), given.get("batch_size"), given.get("epochs"))
+    if initial and initial.packaged:
+        suited |= STARTER_SETTINGS
     settings = {"holdout": HOLDOUT, **suited, **model, **given, "img_size": side, "recipe": "finetune"}
     if quick:
         settings = {**quick_settings(settings, images, classes), **given, "img_size": side}

@@ -15,6 +15,8 @@ MAX_BAD_FRACTION = 0.25  # a few broken files are no reason to stop
 QUICK_SIDE = 112
 # for starting from the packaged weights, whose training ended at these sizes; smaller images are enlarged
 STARTER_SIDE, STARTER_QUICK_SIDE = 112, 84
+# they have seen little and still have much to learn, in their first layers too; docs/starter.md has the measurements
+STARTER_SETTINGS = {"lr": 2e-3, "layer_decay": 0.9}
 QUICK_EPOCHS = 3
 QUICK_IMAGES = 256
 # two laptop cores train at about 50 GFLOP/s; four minutes of that leave one for reading and evaluating

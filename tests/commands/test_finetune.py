@@ -146,12 +146,13 @@ def test_where_a_run_begins():
 def test_settings_from_the_packaged_weights(quick, side):
     trained = {"model": "hgrn_deit_tiny", "model_args": {}, "img_size": 56}
     packaged = resolve({}, Found(1000, 500), Initial(trained, {}, "", packaged=True), quick)
-    assert (packaged.img_size, packaged.lr, packaged.layer_decay) == (side, 5e-4, 0.75)
+    assert (packaged.img_size, packaged.lr, packaged.layer_decay) == (side, 2e-3, 0.9)
     # smaller images are enlarged, and given settings take precedence
     assert resolve({}, Found(1000, 32), Initial(trained, {}, "", packaged=True), quick).img_size == side
     given = {"img_size": 140, "lr": 0.125}
     assert resolve(given, Found(1000, 500), Initial(trained, {}, "", packaged=True), quick).lr == 0.125
-    assert resolve({}, Found(1000, 500), Initial(trained, {}, ""), quick).img_size == 56
+    other = resolve({}, Found(1000, 500), Initial(trained, {}, ""), quick)
+    assert (other.img_size, other.lr, other.layer_decay) == (56, 5e-4, 0.75)
 
 
 def test_freezing_the_body_trains_only_the_head(photos, finished, tmp_path):
