@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ..train.config import TrainConfig, from_mapping, read_yaml
+from ..train.config import TrainConfig, even_divisor, from_mapping, read_yaml
 from ..train.distributed import is_main
 from ..train.observer import Outcome
 from ..train.recipes import DISTILL
@@ -73,6 +73,8 @@ def resolve(args: argparse.Namespace) -> TrainConfig:
     if "pack" not in given:
         # a margin for random crops
         settings["pack"] = round(1.125 * max(settings["img_size"], settings.get("teacher_size") or 0) / 8) * 8
+    if "micro_batch" not in given:
+        settings["micro_batch"] = even_divisor(settings["batch_size"], settings["micro_batch"])
     return from_mapping(settings)
 
 

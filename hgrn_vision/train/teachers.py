@@ -183,7 +183,8 @@ def _open_onnx(name: str, side: int | None, wanted: dict[str, Any], maps: bool, 
     options.intra_op_num_threads = torch.get_num_threads()
     # otherwise its idle threads would spin while the student needs the cores
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 3
+    # what goes wrong is raised too, and is to be said once
+    options.log_severity_level = 4
     try:
         session = onnxruntime.InferenceSession(name, options, providers=["CPUExecutionProvider"])
     except Exception as error:

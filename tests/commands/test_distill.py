@@ -55,6 +55,15 @@ def place(tmp_path_factory):
         output_names=["logits"],
         dynamic_axes={"images": {0: "batch"}, "logits": {0: "batch"}},
     )
+    torch.onnx.export(
+        torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()),
+        (torch.zeros(1, 3, 8, 8),),
+        folder / "wide.onnx",
+        dynamo=False,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_axes={"images": {0: "batch", 2: "height", 3: "width"}, "logits": {0: "batch"}},
+    )
     return folder
 
 
@@ -244,6 +253,7 @@ BAD = [
     (["photos", "--teacher", "no_such"], "cannot create teacher no_such"),
     (["photos", "--teacher", "unnamed.onnx"], "teacher unnamed.onnx does not name its classes: give --classes"),
     (["photos", "--teacher", "flat.onnx"], "the input of flat.onnx is not an image"),
+    (["photos", "--teacher", "wide.onnx", "--teacher-size", "4"], "wide.onnx does not run on an image of 3x4x4"),
     (
         ["photos", "--teacher", "teacher", "--val", "photos"],
         "no folder in photos is named after a class of the teacher",
@@ -256,12 +266,13 @@ BAD = [
 
 
 @pytest.mark.parametrize("arguments, message", BAD, ids=[message for _, message in BAD])
-def test_bad_input_is_one_line_before_training(place, monkeypatch, capsys, arguments, message):
+def test_bad_input_is_one_line_before_training(place, monkeypatch, capfd, arguments, message):
     monkeypatch.chdir(place)
     (place / "empty").mkdir(exist_ok=True)
     output = [] if "--output" in arguments else ["--output", "bad"]
     assert main(["distill", arguments[0], *TINY, *arguments[1:], *output]) == 2
-    error = capsys.readouterr().err
+    # what a runtime writes from outside Python counts too
+    error = capfd.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (place / "bad" / "checkpoints").exists()
 
@@ -290,6 +301,14 @@ def test_settings_of_photographs(place):
         ["distill", "a", "--teacher", "t", "--output", "x", "--img-size", "84", "--teacher-size", "224"]
     )
     assert distill.resolve(args).pack == 256
+
+
+@pytest.mark.parametrize("batch, parts", [(512, 64), (96, 48), (32, 32)])
+def test_a_batch_is_split_evenly_whatever_its_size(batch, parts):
+    given = ["distill", "a", "--teacher", "t", "--output", "x", "--batch-size", str(batch)]
+    assert distill.resolve(build_parser("distill").parse_args(given)).micro_batch == parts
+    given += ["--micro-batch", "16"]
+    assert distill.resolve(build_parser("distill").parse_args(given)).micro_batch == 16
 
 
 def test_flags_go_before_the_file_and_the_file_before_the_recipe(tmp_path):
