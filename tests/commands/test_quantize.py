@@ -145,8 +145,10 @@ def test_answers_that_are_no_numbers_are_no_file(run, already_exported, photos, 
 
 
 def test_bad_input_is_one_line(run, photos, tmp_path, monkeypatch, capsys):
-    empty = tmp_path / "empty"
+    empty, broken = tmp_path / "empty", tmp_path / "broken"
     empty.mkdir()
+    broken.mkdir()
+    (broken / "a.png").write_bytes(b"no image")
     (tmp_path / "taken.onnx").write_text("mine")
     nowhere, output = str(tmp_path / "none"), ["--output", str(tmp_path / "new.pt2")]
     cases = {
@@ -156,6 +158,7 @@ def test_bad_input_is_one_line(run, photos, tmp_path, monkeypatch, capsys):
         "--check is for --int8": ["--check", str(photos), *output],
         f"no images in {empty}": ["--int8", "--calibrate", str(empty), "--check", str(photos), *output],
         f"no images in {empty} or": ["--int8", "--check", str(empty), *output],
+        f"none of 1 images in {broken} could be read": ["--int8", "--calibrate", str(broken), *output],
         f"no such folder: {nowhere}": ["--int8", "--calibrate", nowhere, "--check", str(photos), *output],
         f"no such file or folder: {nowhere}": ["--int8", "--check", nowhere, *output],
         "already exists": ["--int8", "--output", str(tmp_path / "taken.onnx")],
@@ -164,7 +167,7 @@ def test_bad_input_is_one_line(run, photos, tmp_path, monkeypatch, capsys):
         assert main(["export", str(run), *argv]) == 2, message
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "taken.onnx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "empty", "taken.onnx"]
     assert (tmp_path / "taken.onnx").read_text() == "mine"
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
