@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
             return 1
         result = partial
         if web or args.int8:
-            result = partial / _web.SMALL_MODEL if web else partial.with_name("int8.onnx")
+            result = partial / _web.SMALL_MODEL if web else partial.with_name(f"int8-{path.name}")
             _quantize.quantize(exact, result, calibration)
         if args.int8 and not _report_change(reference, exact, result, images, args):
             return 1
