@@ -3,6 +3,7 @@
     python examples/segment_speed.py [--sizes 224 384 512 768 1024] [--chart docs/segment-speed.png]
 
 One image at a time, inference and training (forward and backward), on all CPU cores; half an hour with the defaults.
+--cpu-time uses one thread and counts its CPU time, for a machine that others use too.
 The ViT is timm's vit_tiny_patch16_224 in smp.DPT. hgrn_deit_tiny_patch16_224 runs in smp.DPT too, so that these two
 differ only in the encoder. The U-Net is that of segment.py.
 """
@@ -61,13 +62,13 @@ def training_step(model: nn.Module, images: torch.Tensor) -> Callable[[], object
     return step
 
 
-def measure(models: dict[str, nn.Module], task: str, size: int, seconds: float) -> list[dict[str, Any]]:
+def measure(models: dict[str, nn.Module], task: str, size: int, seconds: float, cpu_time: bool) -> list[dict[str, Any]]:
     """One row per model: the best of interleaved runs."""
     images = torch.randn(1, 3, size, size)
     make_step = training_step if task == "training" else inference_step
     steps = [make_step(model, images) for model in models.values()]
     memory = [peak_memory(step, DEVICE) / 2**20 for step in steps]
-    times = best_times(steps, DEVICE, seconds)
+    times = best_times(steps, DEVICE, seconds, cpu_time)
     return [
         dict(task=task, size=size, model=name, ms=1000 * time, mb=mb)
         for name, time, mb in zip(models, times, memory, strict=True)
@@ -75,13 +76,13 @@ def measure(models: dict[str, nn.Module], task: str, size: int, seconds: float) 
 
 
 @paper_style()
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw time above and memory below, one column per task."""
+def draw(rows: Sequence[dict[str, Any]], path: Path, time_label: str) -> None:
+    """Draw time beside memory, one row per task."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure = Figure(figsize=(4.4 * len(tasks), 6.4), layout="constrained")
-    panels = figure.subplots(2, len(tasks), squeeze=False)
-    for task, column in zip(tasks, panels.T, strict=True):
-        for axes, key, label in zip(column, ("ms", "mb"), ("ms per image", "peak MB of a step"), strict=True):
+    figure = Figure(figsize=(8.8, 3.2 * len(tasks)), layout="constrained")
+    panels = figure.subplots(len(tasks), 2, squeeze=False)
+    for task, row_of_panels in zip(tasks, panels, strict=True):
+        for axes, key, label in zip(row_of_panels, ("ms", "mb"), (time_label, "MB at the peak of a step"), strict=True):
             for name, (colour, style) in STYLES.items():
                 mine = [row for row in rows if (row["task"], row["model"]) == (task, name)]
                 axes.plot([row["size"] for row in mine], [row[key] for row in mine], style, color=colour, label=name)
@@ -104,6 +105,7 @@ def run(argv: Sequence[str] | None = None) -> None:
         "--seconds", type=float, default=6.0, help="seconds per task and size, at least three runs (default: 6)"
     )
     parser.add_argument("--chart", type=Path, default=Path("docs/segment-speed.png"), metavar="PNG")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, and the CPU time that it takes")
     args = parser.parse_args(argv)
     # batch norm needs more than one position on the coarsest map
     if min(args.sizes) < 64 or any(size % 32 for size in args.sizes):
@@ -113,16 +115,19 @@ def run(argv: Sequence[str] | None = None) -> None:
     keep_freed_memory()
     models = build_models()
     rows = []
-    print(f"{torch.get_num_threads()} CPU threads, one image, best of interleaved runs")
+    if args.cpu_time:
+        torch.set_num_threads(1)
+    threads, clock = torch.get_num_threads(), "CPU time, " if args.cpu_time else ""
+    print(f"CPU threads: {threads}, one image, {clock}best of interleaved runs")
     print(f"{'task':<10}{'side':>6}{'ms':>10}{'MB':>8}  model")
     settings = [(task, size) for task in args.tasks for size in args.sizes]
     for task, size in tqdm(settings, disable=not sys.stderr.isatty(), leave=False):
-        measured = measure(models, task, size, args.seconds)
+        measured = measure(models, task, size, args.seconds, args.cpu_time)
         rows += measured
         for row in measured:
             tqdm.write(f"{task:<10}{size:>6}{row['ms']:>10.1f}{row['mb']:>8.0f}  {row['model']}", file=sys.stdout)
         sys.stdout.flush()
-    draw(rows, args.chart)
+    draw(rows, args.chart, "ms of CPU time per image" if args.cpu_time else "ms per image")
     print(f"chart: {args.chart}")
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ FEW = 128  # images to calibrate with
 BATCH = 8
 
 
-def quantize(source: Path, target: Path, calibration: Iterator[np.ndarray] | None = None) -> None:
+def quantize(source: Path, target: Path, calibration: Sequence[np.ndarray] | None = None) -> None:
     """Write a file whose linear layers run in int8; convolutions and the scan stay in float32.
 
     Without calibration, every call measures the range of its activations. That is as fast as calibrated ranges, and
@@ -54,7 +54,7 @@ def quantize(source: Path, target: Path, calibration: Iterator[np.ndarray] | Non
         if calibration is None:
             quantize_dynamic(model, target, weight_type=QuantType.QInt8, **options)
         else:
-            reader = _Reader(model.graph.input[0].name, calibration)
+            reader = _Reader(model.graph.input[0].name, iter(calibration))
             types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
             quantize_static(model, target, reader, quant_format=QuantFormat.QDQ, **types, **options)
     finally:
@@ -105,11 +105,13 @@ def _some(split: Split) -> Split:
     return split.subset(np.unique(np.linspace(0, len(split) - 1, FEW).round().astype(int)))
 
 
-def calibration_batches(split: Split, loaded: LoadedModel) -> Iterator[np.ndarray]:
-    """Batches of up to 128 images in total, prepared for the model."""
-    for batch in read_ahead(_some(split), loaded.spec, BATCH):
-        if len(batch.targets):
-            yield normalise(batch.images, loaded.spec).numpy()
+def calibration_batches(folder: str, loaded: LoadedModel) -> list[np.ndarray]:
+    """Up to 128 images of a folder, prepared for the model; raises ValueError if none can be read."""
+    few = _some(open_unlabelled(folder))
+    batches = [batch.images for batch in read_ahead(few, loaded.spec, BATCH) if len(batch.targets)]
+    if not batches:
+        raise ValueError(f"none of {len(few)} images in {folder} could be read")
+    return [normalise(images, loaded.spec).numpy() for images in batches]
 
 
 class Change(NamedTuple):

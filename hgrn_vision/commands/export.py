@@ -111,9 +111,9 @@ def run(args: argparse.Namespace) -> int:
     loaded.model(torch.zeros(1, *loaded.spec.input_size))
     if web:
         _web.check_model(loaded)
-    # report a folder without images now, not after the export
+    # report a folder without usable images now, not after the export
     images = _quantize.open_images(args.check or args.calibrate, loaded) if args.int8 else None
-    calibration = _quantize.open_unlabelled(args.calibrate) if args.calibrate else None
+    calibration = _quantize.calibration_batches(args.calibrate, loaded) if args.calibrate else None
     path.parent.mkdir(parents=True, exist_ok=True)
     # in a temporary folder under the final name, since archives store the name under which they were created
     with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
@@ -134,9 +134,8 @@ def run(args: argparse.Namespace) -> int:
             return 1
         result = partial
         if web or args.int8:
-            result = partial / _web.SMALL_MODEL if web else partial.with_name("int8.onnx")
-            batches = _quantize.calibration_batches(calibration, loaded) if calibration else None
-            _quantize.quantize(exact, result, batches)
+            result = partial / _web.SMALL_MODEL if web else partial.with_name(f"int8-{path.name}")
+            _quantize.quantize(exact, result, calibration)
         if args.int8 and not _report_change(reference, exact, result, images, args):
             return 1
         if web:

@@ -2,9 +2,11 @@
 
 import argparse
 import csv
+import functools
 import importlib.util
 import itertools
 import math
+import time
 
 import numpy as np
 import onnxruntime
@@ -188,6 +190,12 @@ def test_best_times_takes_turns():
     calls = []
     times = bench.best_times([lambda: calls.append("a"), lambda: calls.append("b")], torch.device("cpu"), 0.0)
     assert calls == ["a", "b"] * 4 and all(0 <= t < math.inf for t in times)
+
+
+def test_cpu_time_leaves_out_what_others_take():
+    step = functools.partial(time.sleep, 0.05)
+    (waited,), (computed,) = (bench.best_times([step], torch.device("cpu"), 0.0, cpu) for cpu in (False, True))
+    assert waited >= 0.05 > computed
 
 
 def settings(*argv):

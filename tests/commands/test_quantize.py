@@ -79,11 +79,12 @@ def change(run, path, images):
 
 @pytest.mark.parametrize("calibrated", [False, True], ids=["measured in every call", "calibrated"])
 def test_a_small_file_with_nearly_the_same_answers(calibrated, run, exact, already_exported, photos, tmp_path, capsys):
-    path = tmp_path / "small.onnx"
+    path = tmp_path / "int8.onnx"
     calibrate = ["--calibrate", str(photos)] if calibrated else []
     assert main(["export", str(run), "--int8", *calibrate, "--check", str(photos), "--output", str(path)]) == 0
     printed = capsys.readouterr().out
     assert path.stat().st_size < 0.3 * exact.stat().st_size
+    assert float(re.search(r"int8: (.*) of the size", printed)[1]) < 0.3
     assert session(path).get_modelmeta().custom_metadata_map == session(exact).get_modelmeta().custom_metadata_map
     onnx.checker.check_model(onnx.load(path))
 
@@ -145,8 +146,10 @@ def test_a_file_that_answers_with_nan_is_not_written(run, already_exported, phot
 
 
 def test_bad_input_is_one_line(run, photos, tmp_path, monkeypatch, capsys):
-    empty = tmp_path / "empty"
+    empty, broken = tmp_path / "empty", tmp_path / "broken"
     empty.mkdir()
+    broken.mkdir()
+    (broken / "a.png").write_bytes(b"no image")
     (tmp_path / "taken.onnx").write_text("mine")
     nowhere, output = str(tmp_path / "none"), ["--output", str(tmp_path / "new.pt2")]
     cases = {
@@ -156,6 +159,7 @@ def test_bad_input_is_one_line(run, photos, tmp_path, monkeypatch, capsys):
         "--check needs --int8": ["--check", str(photos), *output],
         f"no images in {empty}": ["--int8", "--calibrate", str(empty), "--check", str(photos), *output],
         f"no images in {empty} or": ["--int8", "--check", str(empty), *output],
+        f"none of 1 images in {broken} could be read": ["--int8", "--calibrate", str(broken), *output],
         f"no such folder: {nowhere}": ["--int8", "--calibrate", nowhere, "--check", str(photos), *output],
         f"no such file or folder: {nowhere}": ["--int8", "--check", nowhere, *output],
         "already exists": ["--int8", "--output", str(tmp_path / "taken.onnx")],
@@ -164,7 +168,7 @@ def test_bad_input_is_one_line(run, photos, tmp_path, monkeypatch, capsys):
         assert main(["export", str(run), *argv]) == 2, message
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "taken.onnx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "empty", "taken.onnx"]
     assert (tmp_path / "taken.onnx").read_text() == "mine"
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))

@@ -23,6 +23,26 @@ def test_a_table_and_a_chart(tmp_path, capsys):
         assert drawn.width > 600
 
 
+def test_cpu_time_is_that_of_one_thread(tmp_path, monkeypatch, capsys):
+    threads, asked = speed.torch.get_num_threads(), []
+
+    def best_times(steps, device, seconds, cpu_time):
+        asked.append((speed.torch.get_num_threads(), cpu_time))
+        return [0.25] * len(steps)
+
+    monkeypatch.setattr(speed, "best_times", best_times)
+    options = ["--sizes", "64", "--tasks", "inference", "--chart", str(tmp_path / "chart.png")]
+    try:
+        assert speed.main([*options, "--cpu-time"]) == 0
+        assert "CPU threads: 1, one image, CPU time, best" in capsys.readouterr().out
+        speed.torch.set_num_threads(2)
+        assert speed.main(options) == 0
+        assert "CPU threads: 2, one image, best" in capsys.readouterr().out
+    finally:
+        speed.torch.set_num_threads(threads)
+    assert asked == [(1, True), (2, False)]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -81,7 +81,8 @@ def serve(folder):
 
 
 class Browser:
-    """One browser with one page; `requests` are the addresses that it and its workers asked for."""
+    """One browser with one page; `requests` are the addresses that it and its workers asked for, `pickers` counts the
+    file pickers that the page opened and nobody saw."""
 
     def __init__(self, profile):
         to_browser, self._write = os.pipe()
@@ -94,10 +95,11 @@ class Browser:
         os.close(to_browser)
         os.close(from_browser)
         self._buffer, self._count = b"", 0
-        self.requests, self.errors, self.answers = [], [], {}
+        self.requests, self.errors, self.answers, self.pickers = [], [], {}, 0
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.send("Page.enable")
+        self.send("Page.setInterceptFileChooserDialog", enabled=True)
 
     def _watch(self, session):
         """Listen to the requests and errors of a page or worker, and to the workers that it starts."""
@@ -132,6 +134,8 @@ class Browser:
                 self.requests.append(parameters["request"]["url"])
             case "Runtime.exceptionThrown":
                 self.errors.append(parameters["exceptionDetails"])
+            case "Page.fileChooserOpened":
+                self.pickers += 1
             case "Target.attachedToTarget":
                 self._watch(parameters["sessionId"])
             case "Fetch.requestPaused":
@@ -210,7 +214,7 @@ class Browser:
 
     def press(self, key, code):
         """Press a key: its name and its number."""
-        text = {"text": "\r"} if key == "Enter" else {}
+        text = {"text": {"Enter": "\r", " ": " "}[key]} if key in ("Enter", " ") else {}
         self.send("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, **text)
         self.send("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
@@ -218,6 +222,7 @@ class Browser:
         """Set the size of the window, and whether the system is dark."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 2 if width < 600 else 1}
         self.send("Emulation.setDeviceMetricsOverride", **metrics, mobile=width < 600)
+        self.send("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 

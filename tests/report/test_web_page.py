@@ -142,6 +142,12 @@ def test_keys_reach_everything(page, photo):
         page.press("Tab", 9)
         reached.append(page.run("document.activeElement.id || document.activeElement.tagName"))
     assert reached[:5] == ["choose", "camera", "paste", "more", "SUMMARY"]
+    page.run("document.getElementById('choose').focus()")
+    for count, (key, code) in enumerate([("Enter", 13), (" ", 32)], page.pickers + 1):
+        page.press(key, code)
+        page.run("new Promise((resolve) => setTimeout(resolve, 100))")
+        assert page.pickers == count, key
+    assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.run("document.getElementById('more').focus()")
     page.press("Enter", 13)
     assert page.run(ANSWERS) == len(CLASSES) and page.run("document.activeElement.id") == "more"
@@ -179,6 +185,39 @@ def test_it_fits_and_follows_the_system(page, photo, width):
         assert page.run("document.documentElement.scrollWidth") == width
         ink = page.run("getComputedStyle(document.body).color").removeprefix("rgb(").removesuffix(")")
         assert (sum(map(int, ink.split(","))) > 3 * 128) is dark
+
+
+@pytest.mark.parametrize("size", [(90, 40), (40, 90), (200, 160), (600, 500)], ids=str)
+@pytest.mark.parametrize("width", [320, 1200])
+def test_the_preview_is_large_and_undistorted(page, tmp_path, size, width):
+    scene(1, size).save(tmp_path / "image.png")
+    page.resize(width, 800)
+    page.drop(tmp_path / "image.png", at=(width // 2, 300))
+    page.wait(f"{ANSWERS} && document.getElementById('image').complete")
+    rectangle = "(({ width, height }) => [width, height])(document.getElementById('%s').getBoundingClientRect())"
+    shown, stage, frame = (page.run(rectangle % name) for name in ("image", "stage", "frame"))
+    assert shown[0] / shown[1] == pytest.approx(size[0] / size[1], rel=0.01)
+    assert max(shown) > 200 and shown[0] <= stage[0] and shown[1] <= stage[1]
+    # what the model sees: a square of 16 of 17 pixels
+    assert frame == pytest.approx([min(shown) * 16 / 17] * 2, rel=0.01)
+
+
+def test_a_long_list_of_classes_goes_down_not_to_the_right(page):
+    for width in (390, 1200):
+        page.resize(width, 800)
+        page.run("document.querySelectorAll('details').forEach((details) => (details.open = true))")
+        page.run("document.querySelector('.classes').innerHTML = '<li>a class</li>'.repeat(1000)")
+        box = page.run(
+            "(({ scrollWidth: a, clientWidth: b, scrollHeight: c, clientHeight: d }) => [a, b, c, d])"
+            "(document.querySelector('.classes').parentElement)"
+        )
+        assert box[0] <= box[1] and box[2] > 2 * box[3], box
+
+
+def test_a_phone_is_not_asked_to_drop(page):
+    for width, word in ((390, "Tap"), (1200, "Drop")):
+        page.resize(width, 800)
+        assert page.run("document.getElementById('invitation').innerText").startswith(word)
 
 
 def test_the_runtime_is_checked_before_it_runs(browser, tmp_path):

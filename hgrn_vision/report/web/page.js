@@ -99,6 +99,8 @@ async function decode(file) {
 function preview(file, { width, height }) {
   URL.revokeObjectURL($("image").src);
   $("image").src = URL.createObjectURL(file);
+  $("image").style.setProperty("--aspect", width / height);
+  $("image").classList.toggle("small", Math.max(width, height) < 320);
   $("image").classList.toggle("tiny", Math.max(width, height) < 96);
   const seen = site.spec.size / site.spec.resize;
   const side = Math.min(width, height) * seen;
