@@ -253,7 +253,7 @@ BAD = [
     (["photos", "--teacher", "no_such"], "cannot create teacher no_such"),
     (["photos", "--teacher", "unnamed.onnx"], "teacher unnamed.onnx does not name its classes: give --classes"),
     (["photos", "--teacher", "flat.onnx"], "the input of flat.onnx is not an image"),
-    (["photos", "--teacher", "wide.onnx", "--teacher-size", "4"], "wide.onnx does not run on an image of 3x4x4"),
+    (["photos", "--teacher", "wide.onnx", "--teacher-size", "4"], "wide.onnx does not run on images of 3x4x4"),
     (
         ["photos", "--teacher", "teacher", "--val", "photos"],
         "no folder in photos is named after a class of the teacher",

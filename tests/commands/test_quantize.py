@@ -84,7 +84,7 @@ def test_a_small_file_with_nearly_the_same_answers(calibrated, run, exact, alrea
     assert main(["export", str(run), "--int8", *calibrate, "--check", str(photos), "--output", str(path)]) == 0
     printed = capsys.readouterr().out
     assert path.stat().st_size < 0.3 * exact.stat().st_size
-    assert float(re.search(r"int8: (.*) of the size", printed)[1]) < 0.3
+    assert float(re.search(r"int8: (.*) times the size", printed)[1]) < 0.3
     assert session(path).get_modelmeta().custom_metadata_map == session(exact).get_modelmeta().custom_metadata_map
     onnx.checker.check_model(onnx.load(path))
 
