@@ -356,7 +356,7 @@ def test_bad_flags_and_models_end_in_one_line(model, images, tmp_path, capsys):
         with pytest.raises(SystemExit, match="^2$"):
             main(["predict", model, *images, *flags])
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"argument {flags[0]}: '{flags[1]}' is not a whole number of at least 1" in line
+        assert f"argument {flags[0]}: '{flags[1]}' is not a positive integer" in line
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate", "models", "doctor", "publish"])

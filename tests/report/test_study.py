@@ -48,7 +48,7 @@ def test_the_first_arm_is_on_top_and_names_are_no_formulas():
     assert top < 0 < 1 < bottom
     labels = dots.get_yticklabels()
     assert [label.get_text() for label in labels] == ["$x$ " + 27 * "y" + "…", "$z$"]
-    assert differences.get_title() == "Difference to $x$ " + 19 * "y" + "…, points"
+    assert differences.get_title() == "Difference from $x$ " + 19 * "y" + "…, points"
     for chart in (curve_chart(arms, "steps"), size_chart(arms)):
         (legend,) = chart.legends
         labels += legend.get_texts()
