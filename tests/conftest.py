@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from browser import Browser
 
 # an output that a kernel forgets to write must not pass by luck, so uninitialised memory reads as NaN
 torch.use_deterministic_algorithms(True)
@@ -33,3 +34,10 @@ def fixed_seed_of_the_module():
 @pytest.fixture(autouse=True)
 def fixed_seed(fixed_seed_of_the_module):
     seed_everything()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from browser import Browser, find_chromium, node_package, serve
+from browser import find_chromium, node_package, ready_page
 from photographs import scene
 from PIL import Image
 from saved_models import CLASSES, SMALL
@@ -25,7 +25,6 @@ RUNTIME = node_package("onnxruntime-web")
 IN_BROWSER = pytest.mark.skipif(
     not (find_chromium() and RUNTIME), reason="needs chromium, and onnxruntime-web from npm (see CONTRIBUTING.md)"
 )
-READY = "document.body.dataset.ready !== undefined"
 PROBLEM = "document.getElementById('problem').textContent"
 ANSWERS = (
     "Array.from(document.querySelectorAll('#answers:not(.waiting) li'), "
@@ -68,25 +67,10 @@ def offline_site(run, site):
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
 @pytest.fixture
 def page(browser, offline_site):
-    """The page, ready for an image; it must have contacted only its own host, and raised no error."""
-    with serve(offline_site) as address:
-        browser.resize(1200, 900)
-        browser.open(address)
-        browser.wait(READY)
-        yield browser
-        assert any(request.endswith("model.onnx") for request in browser.requests)
-        allowed = (address, f"blob:{address}", "data:")
-        assert [request for request in browser.requests if not request.startswith(allowed)] == []
-        assert browser.errors == []
+    with ready_page(browser, offline_site) as page:
+        yield page
 
 
 def answers(folder, images, tmp_path):

@@ -44,6 +44,7 @@ os.dup2(write, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 PATIENCE = 600  # seconds; the machine may be busy
+READY = "document.body.dataset.ready !== undefined"  # whether the page can take an image
 
 
 def find_chromium():
@@ -242,3 +243,17 @@ class Browser:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+@contextlib.contextmanager
+def ready_page(browser, site):
+    """The page of a served site, ready for an image; it must have contacted only its own host, and raised no error."""
+    with serve(site) as address:
+        browser.resize(1200, 900)
+        browser.open(address)
+        browser.wait(READY)
+        yield browser
+        assert any(request.endswith("model.onnx") for request in browser.requests)
+        allowed = (address, f"blob:{address}", "data:")
+        assert [request for request in browser.requests if not request.startswith(allowed)] == []
+        assert browser.errors == []

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import onnx
 import pytest
-from browser import Browser, find_chromium, node_package, serve
+from browser import READY, find_chromium, node_package, ready_page, serve
 from onnx import TensorProto, helper, numpy_helper
 from photographs import scene
 
@@ -21,7 +21,6 @@ FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 CLASSES = [f"class {number}" for number in range(6)] + ["a name of several words that is too long for one line " * 3]
 SPEC = {"size": 16, "resize": 17, "mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bicubic"}
 CDN = "https://cdn.example/ort/"
-READY = "document.body.dataset.ready !== undefined"
 PROBLEM = "document.getElementById('problem').textContent"
 SHOWS = "document.getElementById('stage').dataset.shows"
 ANSWERS = "document.querySelectorAll('#answers:not(.waiting) li').length"
@@ -63,25 +62,10 @@ def site(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
 @pytest.fixture
 def page(browser, site):
-    """The page, ready for an image; it must have talked only to its own host, without errors."""
-    with serve(site) as address:
-        browser.resize(1200, 900)
-        browser.open(address)
-        browser.wait(READY)
-        yield browser
-        assert any(request.endswith("model.onnx") for request in browser.requests)
-        allowed = (address, f"blob:{address}", "data:")
-        assert [request for request in browser.requests if not request.startswith(allowed)] == []
-        assert browser.errors == []
+    with ready_page(browser, site) as page:
+        yield page
 
 
 @pytest.fixture
