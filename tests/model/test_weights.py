@@ -225,3 +225,18 @@ def test_files_that_are_no_checkpoints(content, says, tmp_path, capsys):
         load_checkpoint(ours(), path)
     assert "\n" not in str(error.value)
     assert "must not run" not in capsys.readouterr().out
+
+
+def test_how_many_more_tensors_do_not_fit(tmp_path):
+    path = saved(ours(), tmp_path / "c.pth")
+    own, file = ours(depth=1).state_dict(), ours().state_dict()
+    # all tensors of two blocks, and the lower bound; three are named
+    with pytest.raises(ValueError, match=f" and {len(file) - len(own) + 1 - 3} more"):
+        load_checkpoint(ours(depth=1), path)
+
+
+def test_weights_of_five_channels_keep_their_projection():
+    model = ours(in_chans=5)
+    assert checkpoint_filter_fn(model.state_dict(), model) and model.pretrained_cfg["first_conv"] is None
+    colour = ours()
+    assert checkpoint_filter_fn(colour.state_dict(), colour) and colour.pretrained_cfg["first_conv"]

@@ -29,13 +29,13 @@ def run(arm, seed, top1, status="finished"):
     return RunResult(arm, seed, status, "m", top1_last=top1, top1_best=top1 + 1, folder=f"{arm}/seed{seed}", **numbers)
 
 
-def told(monkeypatch, minutes):
+def told(monkeypatch, minutes=0.0, sequence=False, other=SPEC):
     """What the page is given for a study of two arms, of which one run diverged and one is still to come."""
-    study = Study({}, (Arm("a b"), Arm("c")), seeds=(0, 1), minutes_per_run=minutes)
+    study = Study({}, (Arm("a b"), Arm("c")), seeds=(0, 1), minutes_per_run=minutes, sequence=sequence)
     config = digits(epochs=2, batch_size=64)
     arms = [
         ArmPlan(study.arms[0], config, 2, 5, 7.0, SPEC),
-        ArmPlan(study.arms[1], replace(config, lr=1.0, batch_size=32), 2, 5, 7.0, SPEC),
+        ArmPlan(study.arms[1], replace(config, lr=1.0, batch_size=32), 2, 5, 7.0, other),
     ]
     plan = Plan(study, arms, {"training": 1000, "validation": 200, "classes": 10})
     results = [run("a b", 0, 50.0), run("c", 0, 60.0), run("a b", 1, 1.0, "diverged")]
@@ -81,3 +81,12 @@ def test_curves_go_by_what_the_arms_have_equal(monkeypatch):
     assert page.arms[0].curves[0] == [(pytest.approx(128 / 60), 40.0), (pytest.approx(192 / 60), 50.0)]
     assert page.arms[1].curves[0][-1] == (pytest.approx(96 / 60), 50.0)
     assert any("Every run has 3 minutes of training" in note for note in page.notes)
+
+
+def test_the_page_says_how_the_pixels_are_read(monkeypatch):
+    def notes(**study):
+        return " ".join(told(monkeypatch, **study).notes)
+
+    plain, pixels, unequal = notes(), notes(sequence=True), notes(other=SPEC._replace(mean=(0.4,) * 3))
+    assert "read pixel by pixel" in pixels and "read pixel by pixel" not in plain
+    assert "normalized" in unequal and "normalized" not in plain
