@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     if not hasattr(loaded.model, "recurrences"):
         raise ValueError(f"{loaded.name} is not an HGRN model; timm has export scripts for its own")
     if args.fixed_size:
-        loaded.model.dynamic_img_size = False
+        _fix_size(loaded)
     # if the model refuses this size, its own error message appears here
     loaded.model(torch.zeros(1, *loaded.spec.input_size))
     if web:
@@ -125,7 +125,8 @@ def run(args: argparse.Namespace) -> int:
             kind.write(loaded, partial)
         # compare with the model as it is normally loaded, not with the exportable variant
         reference = load_model(args.model, "cpu", args.img_size)
-        reference.model.dynamic_img_size = loaded.model.dynamic_img_size
+        if args.fixed_size:
+            _fix_size(reference)
         exact = partial / _web.MODEL if web else partial
         worst = largest_difference(reference, "onnx" if web else args.format, exact)
         if not worst <= TOLERANCE:
@@ -150,6 +151,11 @@ def run(args: argparse.Namespace) -> int:
     if web:
         print(f"try it: python -m http.server -d {path}, then open http://localhost:8000 in a browser")
     return 0
+
+
+def _fix_size(loaded: LoadedModel) -> None:
+    loaded.model.set_input_size(loaded.spec.input_size[1:])
+    loaded.model.dynamic_img_size = False
 
 
 def _check_int8(args: argparse.Namespace) -> None:

@@ -163,6 +163,17 @@ def test_fixed_size_on_request(run, tmp_path):
         np.testing.assert_allclose(session.run(None, {"images": images})[0], answers(run, images), atol=1e-4)
 
 
+def test_fixed_at_another_size_than_the_model_was_created_for(run, tmp_path):
+    path = tmp_path / "flowers.torchscript"
+    size = ["--img-size", "24", "--fixed-size"]
+    assert main(["export", str(run), "--format", "torchscript", "--output", str(path), *size]) == 0
+    images = torch.randn(2, 3, 24, 24)
+    module = torch.jit.load(path)
+    np.testing.assert_allclose(module(images).detach().numpy(), answers(run, images.numpy()), atol=1e-4)
+    with pytest.raises(torch.jit.Error, match="16x16 pixels does not match the model's 24x24"):
+        module(images[:, :, :16, :16])
+
+
 def onnx_graph(folder, fixed_size, **arguments):
     loaded = load_model(str(save(folder, **arguments)), "cpu", exportable=True)
     loaded.model.dynamic_img_size = not fixed_size
