@@ -1,13 +1,14 @@
 """A model laid out for runtimes of ONNX, which run operators one by one: few, and each over memory in its own order.
 
-Tokens are kept as (W, H, B, D), so that a step along all rows at once is one piece of memory, which ONNX's Scan hands
-to its body without a copy. A sequence of all tokens is scanned in three parts: along the rows for the state that leaves
-each if none enters it, from row to row for those that do enter, and along the rows once more. As in
-kernels/torch_scan.py the rotation is taken out of the recurrence first; here angles count from the start of a row.
+Recurrences are ONNX's Scan, which hands its body one piece of memory per step without a copy. So tokens come first, as
+(N, B, D). Both directions of a sequence share each step if tokens are in pairs: the first with the last, the second
+with the last but one, and so on to the middle. A first Scan goes inwards, forwards on the first token of each pair and
+backwards on the second. There the two states change places, and a second Scan takes them outwards over the same pairs.
+
+Scans put out decay h, without the input x of their step: h itself is a state of the Scan too, which would be a copy.
 """
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,22 +33,29 @@ class OnnxModel(nn.Module):
         super().__init__()
         self.model = copy.copy(model)
         self.model._modules = dict(model._modules)
+        # an ablated mixer has no layout of its own
+        own = [type(block.mixer) is Hgru for block in model.blocks]
+        self.pairs = all(own) and all(_is_paired(block.mixer) for block in model.blocks)
         self.mixers, self.mlps = nn.ModuleList(), nn.ModuleList()
-        for block in model.blocks:
-            # an ablated mixer has no layout of its own
-            mixer = OnnxHgru if type(block.mixer) is Hgru else TokensFirst
-            self.mixers.append(mixer(block.norm1, block.mixer))
+        for block, has_layout in zip(model.blocks, own, strict=True):
+            if has_layout:
+                self.mixers.append(OnnxHgru(block.norm1, block.mixer, self.pairs))
+            else:
+                self.mixers.append(TokensSecond(block.norm1, block.mixer))
             self.mlps.append(OnnxGlu(block.norm2, block.mlp))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x, grid = self.model.embed(images)
-        x = x.unflatten(1, grid).permute(2, 1, 0, 3).contiguous()
+        x = x.transpose(0, 1)
+        x = into_pairs(x) if self.pairs else x.contiguous()
         for mixer, mlp, lower_bound in zip(self.mixers, self.mlps, self.model.layer_bounds(), strict=False):
             x = mlp(mixer(x, lower_bound, grid))
-        return self.model.forward_head(x.permute(2, 1, 0, 3).flatten(1, 2))
+        if self.pairs:
+            x = out_of_pairs(x, grid[0] * grid[1])
+        return self.model.forward_head(x.transpose(0, 1))
 
 
-class TokensFirst(nn.Module):
+class TokensSecond(nn.Module):
     """The first half of a block with any mixer, between two transpositions."""
 
     def __init__(self, norm: nn.Module, mixer: Hgru):
@@ -55,16 +63,15 @@ class TokensFirst(nn.Module):
         self.norm, self.mixer = norm, mixer
 
     def forward(self, x: torch.Tensor, lower_bound: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-        mixed = self.mixer(self.norm(x).permute(2, 1, 0, 3).flatten(1, 2), lower_bound, None, grid)
-        return x + mixed.unflatten(1, grid).permute(2, 1, 0, 3)
+        return x + self.mixer(self.norm(x).transpose(0, 1), lower_bound, None, grid).transpose(0, 1)
 
 
 class OnnxHgru(nn.Module):
     """The first half of a block, with a projection for each of its parts, since runtimes copy what they split."""
 
-    def __init__(self, norm: nn.Module, mixer: Hgru):
+    def __init__(self, norm: nn.Module, mixer: Hgru, pairs: bool):
         super().__init__()
-        self.mixer = mixer
+        self.mixer, self.pairs = mixer, pairs
         D, weight, bias = mixer.dim, mixer.in_proj.weight, mixer.in_proj.bias
         projections = [
             _linear(weight[: 2 * D], bias[: 2 * D]),
@@ -80,26 +87,27 @@ class OnnxHgru(nn.Module):
         self.state_norm, self.out_proj = mixer.norm, mixer.out_proj
         if not mixer.gate_after_norm:
             self.state_norm, [self.out_proj] = without_biases(mixer.norm, [mixer.out_proj])
+        theta = mixer.theta.detach().double()
+        self.turns = theta.cos().to(mixer.theta.dtype), theta.sin().to(mixer.theta.dtype)  # (K, D)
 
     def forward(self, x: torch.Tensor, lower_bound: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
         mixer, residual = self.mixer, x
         x = self.norm(x)
         if mixer.local_conv is not None:
-            x = F.conv2d(x.permute(2, 3, 1, 0), mixer.local_conv.weight, padding="same", groups=mixer.dim)
-            x = x.permute(3, 2, 0, 1)
+            x = self._convolve(x, grid)
         candidate, input_gate, *output_gate = self.projections
-        gate = torch.sigmoid(input_gate(x))  # (W, H, B, D)
-        free = 1 - lower_bound
-        # the states are linear in their inputs: what is left out of these is in the last rotation
-        inputs = gate.unsqueeze(-2) * F.silu(candidate(x)).unflatten(-1, (2, -1))
-        decay = (1 - free * gate).unsqueeze(-2)
-        theta = mixer.theta.double()
-        if mixer.scan == "2d":
-            h = scan_lines(decay, inputs, theta, free)
-            columns = scan_lines(decay.transpose(0, 1), inputs.transpose(0, 1), theta, free)
-            h = h + columns.transpose(0, 1)
+        free_gate = (1 - lower_bound) * torch.sigmoid(input_gate(x))  # (N, B, D)
+        inputs = (free_gate.unsqueeze(-2) * F.silu(candidate(x)).unflatten(-1, (2, -1))).flatten(-2)
+        decay = 1 - free_gate
+        if self.pairs:
+            h = scan_pairs(decay, inputs, self.turns, grid[0] * grid[1]) + 2 * inputs
+        elif mixer.scan == "2d":
+            columns = [tensor.unflatten(0, grid) for tensor in (decay, inputs)]
+            rows = [tensor.transpose(0, 1) for tensor in columns]
+            h = scan_lines(*columns, self.turns) + scan_lines(*rows, self.turns).transpose(0, 1)
+            h = h.flatten(0, 1) + 2 * len(mixer.theta) * inputs
         else:
-            h = scan_rows(decay, inputs, theta, free)
+            h = scan_lines(decay, inputs, self.turns) + inputs
         # last, so that it is still in a cache when it is used
         gates = [projection(x) for projection in output_gate]
         if mixer.gate_after_norm:
@@ -107,6 +115,18 @@ class OnnxHgru(nn.Module):
         else:
             h = self.state_norm(h * torch.sigmoid(gates[0]) if gates else h)
         return residual + self.out_proj(h)
+
+    def _convolve(self, x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+        if self.pairs:
+            x = out_of_pairs(x, grid[0] * grid[1])
+        x = x.unflatten(0, grid).permute(2, 3, 0, 1)
+        x = F.conv2d(x, self.mixer.local_conv.weight, padding="same", groups=self.mixer.dim)
+        x = x.permute(2, 3, 0, 1).flatten(0, 1)
+        return into_pairs(x) if self.pairs else x
+
+
+def _is_paired(mixer: Hgru) -> bool:
+    return mixer.scan == "1d" and len(mixer.theta) == 2
 
 
 class OnnxGlu(nn.Module):
@@ -154,171 +174,134 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
     return linear
 
 
-def scan_lines(decay: torch.Tensor, x: torch.Tensor, theta: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Sum over directions of h_l = decay_l exp(i theta) h_(l-1) + scale x_l along the first axis, (L, M, B, 2D).
+def into_pairs(x: torch.Tensor) -> torch.Tensor:
+    """Tokens (T, ...) as the first, the last, the second, the last but one, ...; one in the middle comes twice."""
+    T = x.shape[0]
+    pair = torch.arange((T + 1) // 2, device=x.device)
+    return x.index_select(0, torch.stack([pair, T - 1 - pair], 1).flatten())
+
+
+def out_of_pairs(x: torch.Tensor, T: int) -> torch.Tensor:
+    """The T tokens of into_pairs in their order."""
+    token = torch.arange(T, device=x.device)
+    return x.index_select(0, torch.minimum(2 * token, 2 * (T - 1 - token) + 1))
+
+
+Turns = tuple[torch.Tensor, torch.Tensor]  # cosine and sine of theta of each direction, (K, D)
+
+
+def scan_pairs(decay: torch.Tensor, x: torch.Tensor, turns: Turns, T: int) -> torch.Tensor:
+    """Sum over both directions of decay_t exp(i theta) h_(t-1), where h_t is this plus x_t; of T tokens in pairs.
 
     Args:
-        decay: (L, M, B, 1, D).
-        x: real and imaginary parts, (L, M, B, 2, D).
-        theta: of each direction, (K, D), in float64.
-        scale: (D,).
+        decay: (N, B, D), N = T or, if T is odd, T + 1.
+        x: real and imaginary parts, (N, B, 2D).
+        turns: of the two directions.
+        T: how many tokens.
     """
-    L, M, B, _, D = x.shape
-    units = _units(theta, torch.arange(L, device=x.device))
-    start = x.new_zeros(M, B, 2, D)
-    states = _all_states(decay, [_rotate(x, cos, -sin) for cos, sin in units], [start] * len(units))
-    return sum(_rotate(h, scale * cos, scale * sin) for h, (cos, sin) in zip(states, units, strict=True)).flatten(-2)
+    if isinstance(T, int) and T == 1:
+        return torch.zeros_like(x)
+    in_pairs, exchanged = x.shape, torch.tensor([1, 0], device=x.device)
+    decay, x = (tensor.unflatten(0, (-1, 2)) for tensor in (decay, x))  # (pairs, 2, B, ...)
+    turned = [decay * unit.unsqueeze(1) for unit in turns]
+    [middle], [inwards] = _scan([x], [turned], [x.new_zeros(x.shape[1:])], [0])
+    start = middle.index_select(0, exchanged)
+    turned = [decay * unit.flip(0).unsqueeze(1) for unit in turns]
+    if isinstance(T, int) and T % 2 == 0:
+        _, [outwards] = _scan([x], [turned], [start], [1])
+    else:
+        # a token in the middle has been reached from both sides already
+        before, all_pairs = (torch.arange(count, device=x.device) for count in (T // 2, (T + 1) // 2))
+        x, *turned = (tensor.index_select(0, before) for tensor in (x, *turned))
+        _, [outwards] = _scan([x], [turned], [start], [1])
+        outwards = torch.cat([outwards, inwards[-1:].index_select(1, exchanged)]).index_select(0, all_pairs)
+    return (inwards + outwards).view(in_pairs)
 
 
-def scan_rows(decay: torch.Tensor, x: torch.Tensor, theta: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """scan_lines along all tokens of (W, H, B, ...), row by row."""
-    W = x.shape[0]
-    units = _units(theta, torch.arange(W, device=x.device))
-    inputs = [_rotate(x, cos, -sin) for cos, sin in units]
-    *leaving, reach = _last_states(decay, inputs)
-    row = _units(theta, torch.arange(W, W + 1, device=x.device))
-    states = _all_states(decay, inputs, _entering_states(reach, leaving, row))
-    return sum(_rotate(h, scale * cos, scale * sin) for h, (cos, sin) in zip(states, units, strict=True)).flatten(-2)
-
-
-def _units(theta: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Real and imaginary parts of exp(i theta n) at each position n, (L, 1, D), the second direction from the end."""
-    # exact without float64 in the graph: whole turns are dropped from products that float32 holds, 14 bits by 10
-    turns = theta / (2 * math.pi)
-    turns = turns - turns.floor()
-    positions = positions.float().view(-1, 1, 1)
-    units = []
-    for k, rest in enumerate(turns):
-        angles = torch.zeros_like(positions)
-        for bits in (10, 20):
-            part = (rest * 2**bits).round() / 2**bits
-            rest = rest - part
-            turned = positions * part.float()
-            angles = angles + (turned - turned.floor())
-        angles = (angles + positions * rest.float()) * (2 * math.pi)
-        if k == 1:
-            angles = angles.flip(0)
-        units.append((angles.cos(), angles.sin()))
-    return units
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x (L, ..., 2, D), turned by cos and sin (L, 1, D)."""
-    heads = x.reshape(x.shape[0], -1, 1, 2 * x.shape[-1])
-    return torch.onnx.ops.rotary_embedding(heads, cos, sin).reshape(x.shape)
-
-
-def _last_states(decay: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The states after a scan from zero of one or two inputs, the second from its end; and the product of decays."""
-    starts = [*[decay.new_zeros(inputs[0].shape[1:])] * len(inputs), decay.new_ones(decay.shape[1:])]
-    return _symbolic("LastStates", starts, decay, inputs, [start.shape for start in starts])
-
-
-def _all_states(
-    decay: torch.Tensor, inputs: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """h_l = decay_l h_(l-1) + x_l along the first axis of one or two inputs, the second from its end."""
-    return _symbolic("AllStates", starts, decay, inputs, [x.shape for x in inputs])
-
-
-def _entering_states(
-    reach: torch.Tensor, leaving: Sequence[torch.Tensor], row: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> Sequence[torch.Tensor]:
-    """The state that enters each row, (H, B, 2, D), for each direction.
+def scan_lines(decay: torch.Tensor, x: torch.Tensor, turns: Turns) -> torch.Tensor:
+    """Sum over directions of decay_l exp(i theta) h_(l-1) along the first axis, where h_l is this plus x_l.
 
     Args:
-        reach: product of each row's decays, (H, B, 1, D).
-        leaving: the state after each row if none enters it, (H, B, 2, D), for each direction.
-        row: cosine and sine of the angle that a row turns, (1, 1, D), for each direction.
+        decay: (L, ..., D).
+        x: real and imaginary parts, (L, ..., 2D).
+        turns: of each direction.
     """
-    H, B, _, D = reach.shape
-    heads = (H, 1, B, 1, 2 * D)  # as RotaryEmbedding expects them, behind H
-    reach = torch.cat([reach, reach], -1).reshape(heads)
-    leaving = [h.reshape(heads) for h in leaving]
-    starts = [reach.new_zeros(heads[1:])] * len(leaving)
-    shapes = [heads] * len(leaving)
-    entering = _symbolic("EnteringStates", starts, reach, leaving, shapes, [unit for units in row for unit in units])
-    return [h.reshape(H, B, 2, D) for h in entering]
+    turned = [[decay * unit for unit in direction] for direction in zip(*turns, strict=True)]
+    K = len(turned)
+    _, faded = _scan([x] * K, turned, [x.new_zeros(x.shape[1:])] * K, list(range(K)))
+    return sum(faded)
 
 
-def _symbolic(name, starts, decay, inputs, shapes, units=()) -> Sequence[torch.Tensor]:
-    dtypes = [decay.dtype] * len(shapes)
-    operands = [*units, *starts, decay.contiguous(), *(x.contiguous() for x in inputs)]
-    attributes = {"directions": len(inputs), "units": len(units)}
-    return torch.onnx.ops.symbolic_multi_out(
-        f"{DOMAIN}::{name}", operands, attributes, dtypes=dtypes, shapes=shapes, version=1
+def _scan(
+    inputs: list[torch.Tensor], turned: list[Sequence[torch.Tensor]], starts: list[torch.Tensor], ways: list[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """For one or two sequences, h = decay exp(i theta) h + x step by step: the last h, and all decay exp(i theta) h.
+
+    Args:
+        inputs: x, (L, ..., 2D).
+        turned: decay cos(theta) and decay sin(theta), (L, ..., D).
+        starts: h before the first step, (..., 2D).
+        ways: 0 from the first step to the last, 1 from the last to the first.
+    """
+    # with the axes that RotaryEmbedding expects
+    heads = [h.reshape(-1, 1, 1, h.shape[-1]) for h in starts]
+    cosines_and_sines = [unit for units in zip(*turned, strict=True) for unit in units]
+    units = [unit.reshape(unit.shape[0], -1, 1, unit.shape[-1]) for unit in cosines_and_sines]
+    steps = [x.reshape(x.shape[0], -1, 1, 1, x.shape[-1]) for x in inputs]
+    results = torch.onnx.ops.symbolic_multi_out(
+        f"{DOMAIN}::Recurrence",
+        [*heads, *units, *steps],
+        {"ways": ways},
+        dtypes=[inputs[0].dtype] * 2 * len(ways),
+        shapes=[tensor.shape for tensor in (*heads, *steps)],
+        version=1,
+    )
+    last, faded = results[: len(ways)], results[len(ways) :]
+    return (
+        [h.view(start.shape) for h, start in zip(last, starts, strict=True)],
+        [h.view(x.shape) for h, x in zip(faded, inputs, strict=True)],
     )
 
 
 def expand_scans(model: "ir.Model") -> None:
-    """Replace what _symbolic has left in a graph by ONNX's Scan."""
+    """Replace what _scan has left in a graph by ONNX's Scan."""
     import onnx_ir as ir
 
     for node in list(model.graph):
         if node.domain != DOMAIN:
             continue
-        count, turned = (node.attributes[name].as_int() for name in ("directions", "units"))
-        units, operands = node.inputs[:turned], node.inputs[turned:]
-        *starts, decay = operands[:-count]
-        inputs = operands[-count:]
-        ways = list(range(count))  # 0 is from the first to the last, 1 from the last to the first
-        attributes = {"num_scan_inputs": 2 * count, "scan_input_directions": ways * 2}
-        if node.op_type != "LastStates":
-            attributes["scan_output_directions"] = ways
-        attributes["body"] = _step(node.op_type, starts, decay, inputs, units)
-        scan = ir.node(
-            "Scan", [*starts, *[decay] * count, *inputs], attributes, num_outputs=len(attributes["body"].outputs)
-        )
-        for old, new in zip(node.outputs, scan.outputs[-len(node.outputs) :], strict=True):
+        ways = list(node.attributes["ways"].as_ints())
+        attributes = {
+            "num_scan_inputs": 3 * len(ways),
+            "scan_input_directions": ways * 3,
+            "scan_output_directions": ways,
+            "body": _step(node.inputs, len(ways)),
+        }
+        scan = ir.node("Scan", node.inputs, attributes, num_outputs=len(node.outputs))
+        for old, new in zip(node.outputs, scan.outputs, strict=True):
             new.name, new.shape, new.type = old.name, old.shape, old.type
-        ir.convenience.replace_nodes_and_values(
-            model.graph, node, [node], [scan], node.outputs, scan.outputs[-len(node.outputs) :]
-        )
+        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [scan], node.outputs, scan.outputs)
     model.graph.opset_imports.pop(DOMAIN, None)
 
 
-def _step(
-    kind: str,
-    starts: Sequence["ir.Value"],
-    decay: "ir.Value",
-    inputs: Sequence["ir.Value"],
-    units: Sequence["ir.Value"],
-) -> "ir.Graph":
-    """The body of a Scan: h = decay h + x in each direction, and what is kept of it.
-
-    Args:
-        kind: AllStates keeps every h; LastStates the last, and the product of decays; EnteringStates every h before
-            its step, and turns h after it.
-        starts, decay, inputs: what is scanned.
-        units: cosine and sine of each direction's turn.
-    """
+def _step(operands: Sequence["ir.Value"], directions: int) -> "ir.Graph":
+    """The body of a Scan of states, cosines, sines and inputs: the states after a step, and what is put out."""
     import onnx_ir as ir
 
-    def value(name: str, like: "ir.Value", sliced: bool) -> "ir.Value":
-        return ir.Value(name=name, shape=ir.Shape(like.shape[sliced:]), type=like.type)
-
-    before = [value(f"before_{i}", start, False) for i, start in enumerate(starts)]
-    decays = [value(f"decay_{k}", decay, True) for k in range(len(inputs))]
-    xs = [value(f"x_{k}", x, True) for k, x in enumerate(inputs)]
-    nodes, after, kept = [], [], []
-
-    def add(operator: str, operands: list["ir.Value"], name: str, like: "ir.Value") -> "ir.Value":
-        nodes.append(ir.node(operator, operands))
-        (out,) = nodes[-1].outputs
-        out.name, out.shape, out.type = name, like.shape, like.type
-        return out
-
-    for k, x in enumerate(xs):
-        h = add("Mul", [decays[k], before[k]], f"faded_{k}", x)
-        h = add("Add", [h, x], f"summed_{k}", x)
-        if kind == "EnteringStates":
-            h = add("RotaryEmbedding", [h, *units[2 * k : 2 * k + 2]], f"turned_{k}", x)
-        after.append(h)
-        # copies, since a runtime refuses one value as two outputs
-        if kind == "AllStates":
-            kept.append(add("Identity", [h], f"state_{k}", x))
-        elif kind == "EnteringStates":
-            kept.append(add("Identity", [before[k]], f"entering_{k}", x))
-    if kind == "LastStates":
-        after.append(add("Mul", [decays[0], before[-1]], "reach", before[-1]))
-    return ir.Graph([*before, *decays, *xs], [*after, *kept], nodes=nodes, opset_imports={"": OPSET}, name="step")
+    names = [f"{name}_{k}" for name in ("before", "cos", "sin", "x") for k in range(directions)]
+    # all but the states come in slices
+    shapes = [value.shape[0 if i < directions else 1 :] for i, value in enumerate(operands)]
+    values = [
+        ir.Value(name=name, shape=ir.Shape(shape), type=operand.type)
+        for name, shape, operand in zip(names, shapes, operands, strict=True)
+    ]
+    nodes, after, faded = [], [], []
+    for k in range(directions):
+        before, cos, sin, x = values[k::directions]
+        nodes.append(ir.node("RotaryEmbedding", [before, cos, sin]))
+        faded.append(nodes[-1].outputs[0])
+        nodes.append(ir.node("Add", [faded[k], x]))
+        after.append(nodes[-1].outputs[0])
+        for name, out in (("faded", faded[k]), ("after", after[k])):
+            out.name, out.shape, out.type = f"{name}_{k}", before.shape, before.type
+    return ir.Graph(values, [*after, *faded], nodes=nodes, opset_imports={"": OPSET}, name="step")

@@ -201,7 +201,7 @@ def test_every_variant_as_onnx(arguments, tmp_path):
 
 
 def test_onnx_with_as_many_tokens_as_it_takes(run, tmp_path):
-    """128 x 128 patches: the states of each row enter the next."""
+    """128 x 128 patches: errors of the states grow no further than the decays reach."""
     path = tmp_path / "flowers.onnx"
     assert main(["export", str(run), "--output", str(path)]) == 0
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -213,15 +213,18 @@ def test_onnx_with_as_many_tokens_as_it_takes(run, tmp_path):
 def test_onnx_operators(fixed_size, tmp_path):
     """Recurrences and rotations are one operator each, and nothing is in float64, which WebGPU does not have."""
     graph = onnx_graph(tmp_path, fixed_size)
-    assert sum(node.op_type == "Scan" for node in graph.node) == 3
-    assert sum(node.op_type == "RotaryEmbedding" for node in graph.node) == 4
-    assert sum(node.op_type == "Transpose" for node in graph.node) == 3
+    bodies = [node.attribute for node in graph.node if node.op_type == "Scan"]
+    steps = [
+        [node.op_type for node in attribute.g.node] for body in bodies for attribute in body if attribute.name == "body"
+    ]
+    assert steps == [["RotaryEmbedding", "Add"]] * 2
+    assert sum(node.op_type == "Transpose" for node in graph.node) <= 3
     types = {tensor.data_type for tensor in graph.initializer}
     types |= {value.type.tensor_type.elem_type for value in [*graph.value_info, *graph.input, *graph.output]}
     assert onnx.TensorProto.FLOAT in types and onnx.TensorProto.DOUBLE not in types
 
 
-@pytest.mark.parametrize("fixed_size, most", [(False, 2000), (True, 1200)], ids=["any size", "fixed size"])
+@pytest.mark.parametrize("fixed_size, most", [(False, 900), (True, 700)], ids=["any size", "fixed size"])
 def test_number_of_onnx_operators(fixed_size, most, tmp_path):
     """For 12 blocks, including those in the bodies of scans."""
     one, two = (

@@ -1,22 +1,75 @@
 """The parts of a model that is laid out for ONNX, each against the same in float64."""
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
-from hgrn_vision.commands._onnx_model import _units, without_biases
+from hgrn_vision.commands._onnx_model import (
+    OPSET,
+    expand_scans,
+    into_pairs,
+    out_of_pairs,
+    scan_lines,
+    scan_pairs,
+    without_biases,
+)
 
 
-def test_angles_are_exact_far_from_the_start():
-    """In float32 alone, the angle turned after 128 rows of 128 tokens would be off by a thousandth."""
-    theta = torch.rand(2, 64, dtype=torch.float64) * 6
-    for positions in (torch.arange(128), 128 * torch.arange(128), torch.arange(128, 129)):
-        for k, (cos, sin) in enumerate(_units(theta, positions)):
-            assert cos.dtype == sin.dtype == torch.float32
-            angles = (positions if k == 0 else positions.flip(0)).double().view(-1, 1, 1) * theta[k]
-            torch.testing.assert_close(
-                torch.complex(cos, sin).to(torch.complex128), torch.exp(1j * angles), atol=2e-6, rtol=0
-            )
+@pytest.mark.parametrize("count", range(1, 8))
+def test_pairs_hold_the_first_and_the_last(count):
+    tokens = torch.arange(10, 10 + count)
+    pairs = into_pairs(tokens).view(-1, 2)
+    assert (pairs.sum(1) == 20 + count - 1).all() and pairs[:, 0].tolist() == sorted(pairs[:, 0].tolist())
+    assert out_of_pairs(pairs.flatten(), count).tolist() == tokens.tolist()
+
+
+class Faded(nn.Module):
+    """What the scans of a mixer put out, (T, B, 2D), for theta of one direction or two."""
+
+    def __init__(self, theta, pairs):
+        super().__init__()
+        self.turns, self.pairs = (theta.cos().float(), theta.sin().float()), pairs
+
+    def forward(self, decay, x):
+        if not self.pairs:
+            return scan_lines(decay, x, self.turns)
+        T = x.shape[0]
+        return out_of_pairs(scan_pairs(into_pairs(decay), into_pairs(x), self.turns, T), T)
+
+
+def faded(decay, x, theta):
+    """Token by token, in float64."""
+    decay, x = decay.double(), torch.complex(*x.double().chunk(2, -1))
+    total = torch.zeros_like(x)
+    for k, angle in enumerate(theta):
+        h = torch.zeros_like(x[0])
+        for t in range(len(x)) if k == 0 else reversed(range(len(x))):
+            before = decay[t] * torch.exp(1j * angle) * h
+            total[t] += before
+            h = before + x[t]
+    return torch.cat([total.real, total.imag], -1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 7, None], ids=lambda length: f"{length or 'any number of'} tokens")
+@pytest.mark.parametrize("directions, pairs", [(2, True), (2, False), (1, False)], ids=["pairs", "two ways", "one way"])
+def test_scans_match_a_loop_over_tokens(directions, pairs, length, tmp_path):
+    torch.manual_seed(0)
+    B, D = 3, 5
+    theta = torch.rand(directions, D, dtype=torch.float64) * 6
+    make = lambda T: (torch.rand(T, B, D), torch.randn(T, B, 2 * D))  # noqa: E731
+    tokens = {0: Dim("tokens", min=4)} if length is None else None
+    program = torch.export.export(Faded(theta, pairs), make(length or 8), dynamic_shapes=(tokens, tokens), strict=False)
+    file = torch.onnx.export(program, dynamo=True, verbose=False, opset_version=OPSET, input_names=["decay", "x"])
+    expand_scans(file.model)
+    file.save(tmp_path / "scan.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "scan.onnx", providers=["CPUExecutionProvider"])
+    for T in [length] if length else [4, 5, 8, 301]:
+        decay, x = make(T)
+        [got] = session.run(None, {"decay": decay.numpy(), "x": x.numpy()})
+        np.testing.assert_allclose(got, faded(decay, x, theta), atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
