@@ -147,8 +147,8 @@ def without_biases(norm: nn.Module, linears: list[nn.Linear]) -> tuple[nn.Module
     """A norm and the linear layers that take its output, with the same results but no biases to add.
 
     A LayerNorm's output, before its own weight and bias, sums to zero over channels. So a constant that is added to all
-    channels is all that the mean of a row of weights meets, and this mean can carry the bias. In onnxruntime the biases
-    take a seventh of the time of hgrn_deit_tiny.
+    channels is all that the mean of a row of weights meets, and this mean can carry the bias. Without biases to add,
+    hgrn_deit_tiny is 5 to 8% faster in onnxruntime.
     """
     if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
         return norm, linears
