@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OPSET = 23  # the first with RotaryEmbedding
 DOMAIN = "hgrn_vision"  # of operators that expand_scans replaces
+Turns = tuple[torch.Tensor, torch.Tensor]  # cosine and sine of theta of each direction, (K, D)
 
 
 class OnnxModel(nn.Module):
@@ -185,9 +186,6 @@ def out_of_pairs(x: torch.Tensor, T: int) -> torch.Tensor:
     """The T tokens of into_pairs in their order."""
     token = torch.arange(T, device=x.device)
     return x.index_select(0, torch.minimum(2 * token, 2 * (T - 1 - token) + 1))
-
-
-Turns = tuple[torch.Tensor, torch.Tensor]  # cosine and sine of theta of each direction, (K, D)
 
 
 def scan_pairs(decay: torch.Tensor, x: torch.Tensor, turns: Turns, T: int) -> torch.Tensor:
