@@ -315,9 +315,13 @@ class HgrnDeit(nn.Module):
         return x
 
     def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
-        x = global_pool_nlc(x, pool_type=self.global_pool, num_prefix_tokens=0)
-        x = self.head_drop(self.norm(x))
+        x = self.pool(x)
         return x if pre_logits else self.head(x)
+
+    def pool(self, x: torch.Tensor) -> torch.Tensor:
+        """One vector per image, (B, D), of tokens (B, T, D)."""
+        x = global_pool_nlc(x, pool_type=self.global_pool, num_prefix_tokens=0)
+        return self.head_drop(self.norm(x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward_head(self.forward_features(x))

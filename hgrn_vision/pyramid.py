@@ -2,14 +2,14 @@
 
 Paper: Exploring Plain Vision Transformer Backbones for Object Detection (ViTDet), ECCV 2022, arXiv 2203.16527. All four
 maps come from the tokens after the last block, enlarged by transposed convolutions or pooled. Classification does not
-use the pyramid: it works as in the plain model, whose weights load unchanged.
+use the pyramid, which gets gradients of zero: it works as in the plain model, whose weights load unchanged.
 """
 
 import logging
 from typing import Any
 
 import torch
-from timm.layers import LayerNorm2d
+from timm.layers import LayerNorm2d, register_notrace_module
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import nn
@@ -63,6 +63,16 @@ class PyramidLevel(nn.Module):
         return self.norm2(self.conv(x))
 
 
+@register_notrace_module
+class PyramidLevels(nn.ModuleDict):
+    """The levels by number, so that the others keep their names when some are pruned."""
+
+    @torch.jit.ignore
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x, unchanged, but all levels get gradients of zero: DistributedDataParallel waits for every parameter."""
+        return x + 0 * sum(p.sum() for p in self.parameters())
+
+
 class HgrnPyramid(HgrnDeit):
     """HgrnDeit with four feature maps, at a quarter, half, one and two times the patch size: strides 4, 8, 16, 32.
 
@@ -82,15 +92,12 @@ class HgrnPyramid(HgrnDeit):
         self.output_stride = output_stride
         patch, D = self.patch_embed.patch_size[0], self.embed_dim
         levels = list(zip((D // 4, D // 2, D, D), self.level_strides(), strict=True))
-        # keyed by number, so that the others keep their names when some are pruned
-        self.pyramid = nn.ModuleDict(
+        self.pyramid = PyramidLevels(
             {str(i): PyramidLevel(D, width, patch / stride, device, dtype) for i, (width, stride) in enumerate(levels)}
         )
         self.feature_info = [
             dict(module=f"pyramid.{i}", num_chs=width, reduction=stride) for i, (width, stride) in enumerate(levels)
         ]
-        # classification gives the pyramid no gradients, and DistributedDataParallel would wait for them
-        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters() if "pyramid." in name]
 
     def level_strides(self) -> list[int]:
         """The stride of each map."""
@@ -155,6 +162,12 @@ class HgrnPyramid(HgrnDeit):
             features = {} if intermediates_only else {"image_features": x}
             return {"image_intermediates": intermediates, **features}
         return intermediates if intermediates_only else (x, intermediates)
+
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+        x = self.pool(x)
+        if self.training and not torch.jit.is_scripting():
+            x = self.pyramid(x)
+        return x if pre_logits else self.head(x)
 
     @torch.jit.ignore
     def prune_intermediate_layers(

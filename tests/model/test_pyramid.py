@@ -272,7 +272,9 @@ def test_grad_checkpointing_gives_the_same_gradients():
 def test_torchscript():
     model = small(scriptable=True, depth=1).eval()
     x = images((50, 70))
-    torch.testing.assert_close(torch.jit.script(model)(x), model(x), rtol=1e-5, atol=1e-6)
+    scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(x), model(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scripted.train()(x), model.train()(x), rtol=1e-5, atol=1e-6)
 
 
 def test_export_with_dynamic_size():
@@ -292,13 +294,26 @@ def test_compile_fullgraph():
     torch.testing.assert_close(compiled(x), features(x), rtol=1e-4, atol=1e-5)
 
 
+def test_a_classifier_learns_as_the_plain_model_and_gives_every_parameter_a_gradient():
+    plain = timm.create_model("hgrn_deit_tiny_patch16_224", **SMALL)
+    model = small()
+    model.load_state_dict(plain.state_dict())
+    x = images()
+    for network in (plain, model):
+        network(x).square().mean().backward()
+    want = {name: p.grad for name, p in plain.named_parameters()}
+    got = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close({name: got.pop(name) for name in want}, want, rtol=0, atol=0)
+    assert len(got) == 32 and all(torch.equal(grad, torch.zeros_like(grad)) for grad in got.values())
+
+
 def test_distributed_training_of_a_classifier_waits_for_no_map(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         model = nn.parallel.DistributedDataParallel(small())
         for _ in range(2):
             model(images()).sum().backward()
-        assert model.module.head.weight.grad is not None
+        assert all(p.grad is not None for p in model.parameters())
     finally:
         torch.distributed.destroy_process_group()
 
