@@ -202,17 +202,12 @@ def scan_pairs(decay: torch.Tensor, x: torch.Tensor, turns: Turns, T: int) -> to
     in_pairs, exchanged = x.shape, torch.tensor([1, 0], device=x.device)
     decay, x = (tensor.unflatten(0, (-1, 2)) for tensor in (decay, x))  # (pairs, 2, B, ...)
     turned = [decay * unit.unsqueeze(1) for unit in turns]
-    [middle], [inwards] = _scan([x], [turned], [x.new_zeros(x.shape[1:])], [0])
-    start = middle.index_select(0, exchanged)
+    [inwards] = _scan([x], [turned], [x.new_zeros(x.shape[1:])], [0])
+    # a token in the middle is reached from both sides on the way in, and once more on the way out
+    crossing = torch.full((1,), T // 2 - 1, device=x.device)
+    start = (inwards.index_select(0, crossing) + x.index_select(0, crossing)).index_select(1, exchanged)
     turned = [decay * unit.flip(0).unsqueeze(1) for unit in turns]
-    if isinstance(T, int) and T % 2 == 0:
-        _, [outwards] = _scan([x], [turned], [start], [1])
-    else:
-        # a token in the middle has been reached from both sides already
-        before, all_pairs = (torch.arange(count, device=x.device) for count in (T // 2, (T + 1) // 2))
-        x, *turned = (tensor.index_select(0, before) for tensor in (x, *turned))
-        _, [outwards] = _scan([x], [turned], [start], [1])
-        outwards = torch.cat([outwards, inwards[-1:].index_select(1, exchanged)]).index_select(0, all_pairs)
+    [outwards] = _scan([x], [turned], [start], [1])
     return (inwards + outwards).view(in_pairs)
 
 
@@ -226,14 +221,13 @@ def scan_lines(decay: torch.Tensor, x: torch.Tensor, turns: Turns) -> torch.Tens
     """
     turned = [[decay * unit for unit in direction] for direction in zip(*turns, strict=True)]
     K = len(turned)
-    _, faded = _scan([x] * K, turned, [x.new_zeros(x.shape[1:])] * K, list(range(K)))
-    return sum(faded)
+    return sum(_scan([x] * K, turned, [x.new_zeros(x.shape[1:])] * K, list(range(K))))
 
 
 def _scan(
     inputs: list[torch.Tensor], turned: list[Sequence[torch.Tensor]], starts: list[torch.Tensor], ways: list[int]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """For one or two sequences, h = decay exp(i theta) h + x step by step: the last h, and all decay exp(i theta) h.
+) -> list[torch.Tensor]:
+    """For one or two sequences, h = decay exp(i theta) h + x step by step: all decay exp(i theta) h.
 
     Args:
         inputs: x, (L, ..., 2D).
@@ -254,11 +248,8 @@ def _scan(
         shapes=[tensor.shape for tensor in (*heads, *steps)],
         version=1,
     )
-    last, faded = results[: len(ways)], results[len(ways) :]
-    return (
-        [h.view(start.shape) for h, start in zip(last, starts, strict=True)],
-        [h.view(x.shape) for h, x in zip(faded, inputs, strict=True)],
-    )
+    # the last states come before
+    return [h.view(x.shape) for h, x in zip(results[len(ways) :], inputs, strict=True)]
 
 
 def expand_scans(model: "ir.Model") -> None:
