@@ -202,7 +202,7 @@ def measure_onnx(
 
 
 def _onnx_file(name: str, size: int, folder: Path) -> Path:
-    """The ONNX file of a model for images of one size, from our own exporter or, for other models, from timm's."""
+    """The ONNX file of a model, as `export` writes it or, for other models, as timm does: for images of one size."""
     path = folder / f"{name}-{size}.onnx"
     if path.exists():
         return path
@@ -211,8 +211,6 @@ def _onnx_file(name: str, size: int, folder: Path) -> Path:
         # deprecation notes from within PyTorch
         warnings.simplefilter("ignore")
         if hasattr(model, "recurrences"):
-            # a fixed size for both: timm's exporter fixes it too
-            model.dynamic_img_size = False
             spec, classes = resolve_spec(model, img_size=size), [str(i) for i in range(model.num_classes)]
             write_onnx(LoadedModel(name, model, classes, spec, torch.device("cpu"), {}), path)
         else:

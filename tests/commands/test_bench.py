@@ -129,6 +129,11 @@ def test_the_files_answer_as_the_models_do(small_models, tmp_path, monkeypatch):
             np.testing.assert_allclose(step()[0], made[-1](images).numpy(), atol=1e-4)
 
 
+def test_our_file_takes_any_size_as_an_exported_one_does(small_models, tmp_path):
+    session = bench.open_session(bench._onnx_file("hgrn_deit_tiny_patch16_224", 32, tmp_path))
+    assert bench.onnx_step(session, np.zeros((2, 3, 48, 80), np.float32))()[0].shape == (2, 5)
+
+
 BAD = {
     "cannot train; use --tasks inference latency": ["--tasks", "inference", "training"],
     "measures float32 on CPUs": ["--dtype", "bfloat16"],
