@@ -62,6 +62,7 @@ def project_imports(path):
 
 
 MODEL = ("backend", "block", "conv", "glu", "hgrn", "layers", "packaged", "pyramid", "recompute", "scan", "weights")
+FOLDERS = ("inference", "study", "train", "report", "data", "kernels")
 # folder or file, the Python files of the folder, what of the project they may import; further down means further right
 TABLE = [
     (
@@ -95,9 +96,13 @@ TABLE = [
     (
         "hgrn_vision/train",
         "__init__ config recipes finetune_recipe build engine evaluation checkpoint run run_folder environment "
-        "distributed faults memory observer trackers summary teachers answers distillation photo_splits "
-        "cost statistics step_time study study_folder study_plan study_report study_runs",
+        "distributed faults memory observer trackers summary teachers answers distillation photo_splits cost",
         ("train", "report", "data", "hgrn", "weights", "files", "randomness", "version"),
+    ),
+    (
+        "hgrn_vision/study",
+        "__init__ definition plan step_time runs folder statistics report",
+        ("study", "train", "report", "data", "files"),
     ),
     (
         "hgrn_vision/inference",
@@ -108,7 +113,7 @@ TABLE = [
         "hgrn_vision/commands",
         "__init__ _flags _console _dataset_check _onnx _onnx_model _quantize _run_exported _study_display _web "
         "bench compare digits distill doctor evaluate explain export finetune models pathfinder predict publish train",
-        ("commands", "inference", "train", "report", "data", "files", "randomness", "version", *MODEL, "kernels"),
+        ("commands", *FOLDERS, "files", "randomness", "version", *MODEL),
     ),
     ("hgrn_vision", "cli", ("commands",)),
     ("hgrn_vision", "__main__", ("cli",)),
@@ -199,7 +204,7 @@ def test_the_readmes_example_runs(tmp_path):
     run(example, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "HGRN_VISION_BACKEND": "torch"})
 
 
-@pytest.mark.parametrize("folder", ["data", "report", "train", "inference"])
+@pytest.mark.parametrize("folder", ["data", "report", "train", "study", "inference"])
 def test_only_commands_print_and_parse(folder):
     """The rest is used from Python too: showing things is the command's part."""
     paths = list((ROOT / "hgrn_vision" / folder).glob("*.py"))

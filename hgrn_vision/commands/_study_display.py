@@ -8,11 +8,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..study.folder import RunResult
+from ..study.plan import ArmPlan, Plan
+from ..study.runs import StudyObserver
 from ..train.engine import Progress
 from ..train.run import Run
-from ..train.study_folder import RunResult
-from ..train.study_plan import ArmPlan, Plan
-from ..train.study_runs import StudyObserver
 from ._console import SECONDS_BETWEEN_LINES
 
 

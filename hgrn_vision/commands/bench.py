@@ -28,8 +28,8 @@ from ..inference.pretrained import LoadedModel
 from ..kernels import cpu_block
 from ..report.speed import speed_chart
 from ..report.style import to_png
+from ..study.definition import parse_arm
 from ..train.memory import keep_freed_memory
-from ..train.study import parse_arm
 from ._console import check_free, open_output
 from ._onnx import check_installed, open_session, write_onnx
 

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..train.study import Study, read_study, study_from_mapping
-from ..train.study_folder import ArmSummary, check_record, describe_study
-from ..train.study_plan import Plan, make_plan
-from ..train.study_report import sentence, spell, spell_count
-from ..train.study_runs import run_study
+from ..study.definition import Study, read_study, study_from_mapping
+from ..study.folder import ArmSummary, check_record, describe_study
+from ..study.plan import Plan, make_plan
+from ..study.report import sentence, spell, spell_count
+from ..study.runs import run_study
 from ._console import backend_details, exit_code
 from ._flags import OF_PHOTOGRAPHS, add_setting_flags, at_least_one, given_settings
 from ._study_display import StudyDisplay

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from hgrn_vision.study.definition import import_modules, read_study, study_from_mapping
 from hgrn_vision.train.build import build_model
 from hgrn_vision.train.config import TrainConfig
-from hgrn_vision.train.study import import_modules, read_study, study_from_mapping
 
 STUDIES = sorted((Path(__file__).resolve().parents[2] / "examples" / "studies").glob("*.yaml"))
 

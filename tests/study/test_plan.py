@@ -7,8 +7,8 @@ from timm.models import register_model
 from torch import nn
 from training import SMALL
 
-from hgrn_vision.train.study import study_from_mapping
-from hgrn_vision.train.study_plan import make_plan
+from hgrn_vision.study.definition import study_from_mapping
+from hgrn_vision.study.plan import make_plan
 
 ARMS = {"a": None, "b": {"lr": 0.5}}
 CONTENT = {"arms": ARMS, "epochs": 3, "epoch_steps": 2, "batch_size": 32, "device": "cpu", "model_args": SMALL}

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from training import digits
 
-from hgrn_vision.train import step_time
+from hgrn_vision.study import step_time
+from hgrn_vision.study.step_time import fit_minutes, time_steps
 from hgrn_vision.train.run import train
-from hgrn_vision.train.step_time import fit_minutes, time_steps
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoints
-from .config import TrainConfig
-from .distributed import choose_device
-from .environment import versions
-from .evaluation import WrongSize, score
-from .faults import Diverged
-from .memory import forget_peak
-from .observer import Observer
-from .run import train
-from .step_time import time_steps
-from .study_folder import (
+from ..train.checkpoint import Checkpoints
+from ..train.config import TrainConfig
+from ..train.distributed import choose_device
+from ..train.environment import versions
+from ..train.evaluation import WrongSize, score
+from ..train.faults import Diverged
+from ..train.memory import forget_peak
+from ..train.observer import Observer
+from ..train.run import train
+from .folder import (
     REPORT,
     RUNS,
     SUMMARY,
@@ -33,8 +32,9 @@ from .study_folder import (
     write_runs,
     write_summary_table,
 )
-from .study_plan import ArmPlan, Plan
-from .study_report import write_study_page
+from .plan import ArmPlan, Plan
+from .report import write_study_page
+from .step_time import time_steps
 
 
 class StudyObserver(Observer):

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from ..files import write_text
-from .config import TrainConfig, to_mapping
+from ..train.config import TrainConfig, to_mapping
+from .definition import Study
 from .statistics import Difference, Spread, paired_difference, spread
-from .study import Study
 
 RECORD, RUNS, SUMMARY, REPORT = "study.yaml", "study.csv", "summary.csv", "report.html"
 AT = "top1_at_"  # prefix of the columns for other image sizes

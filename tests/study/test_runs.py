@@ -3,15 +3,15 @@
 import pytest
 from training import SMALL, digits
 
-from hgrn_vision.train import study_runs
-from hgrn_vision.train.evaluation import WrongSize, score
-from hgrn_vision.train.run import train
-from hgrn_vision.train.study import study_from_mapping
-from hgrn_vision.train.study_folder import (
+from hgrn_vision.study import runs
+from hgrn_vision.study.definition import study_from_mapping
+from hgrn_vision.study.folder import (
     read_runs,
 )
-from hgrn_vision.train.study_plan import make_plan
-from hgrn_vision.train.study_runs import StudyObserver, run_study
+from hgrn_vision.study.plan import make_plan
+from hgrn_vision.study.runs import StudyObserver, run_study
+from hgrn_vision.train.evaluation import WrongSize, score
+from hgrn_vision.train.run import train
 
 QUICK = {"epochs": 2, "epoch_steps": 2, "batch_size": 32, "eval_images": 64, "device": "cpu", "model_args": SMALL}
 
@@ -64,25 +64,25 @@ def test_a_run_that_diverges_is_a_result(tmp_path, no_reports):
 def test_a_full_disk_loses_no_finished_result(tmp_path, monkeypatch, no_reports):
     content = {**QUICK, "recipe": "digits", "arms": {"a": None, "b": {"depth": 1}}, "seeds": [0], "epochs": 1}
     plan = make_plan(study_from_mapping(content))
-    original = study_runs.train
+    original = runs.train
 
     def full(config, folder, *args, **kwargs):
         if "/b/" in str(folder):
             raise OSError(28, "No space left on device")
         return original(config, folder, *args, **kwargs)
 
-    monkeypatch.setattr(study_runs, "train", full)
+    monkeypatch.setattr(runs, "train", full)
     with pytest.raises(OSError, match="No space left"):
         run_study(plan, tmp_path / "study", "")
     (kept,) = read_runs(tmp_path / "study" / "study.csv")
     assert kept.arm == "a" and "1 of 2 runs are done" in (tmp_path / "study" / "report.html").read_text()
-    monkeypatch.setattr(study_runs, "train", original)
+    monkeypatch.setattr(runs, "train", original)
     events = Events()
     assert run_study(plan, tmp_path / "study", "", events).finished and events.seen[0] == (2, "b", 0)
 
 
 def test_equal_minutes_give_each_arm_its_own_steps(tmp_path, monkeypatch, no_reports):
-    monkeypatch.setattr(study_runs, "time_steps", lambda configs: {"a": 0.5, "b": 1.0})
+    monkeypatch.setattr(runs, "time_steps", lambda configs: {"a": 0.5, "b": 1.0})
     arms = {"a": None, "b": {"depth": 1, "mean": [0.5] * 3}}
     content = {**QUICK, "recipe": "digits", "arms": arms, "seeds": [0], "epoch_steps": None}
     plan = make_plan(study_from_mapping({**content, "minutes_per_run": 0.1}))
@@ -92,12 +92,12 @@ def test_equal_minutes_give_each_arm_its_own_steps(tmp_path, monkeypatch, no_rep
     assert "b: mean 0.5 0.5 0.5, std" in page
     assert "0.1 minutes of training" in page and "minutes of training</text>" in page
     # a later start keeps to the pace that was measured first
-    monkeypatch.setattr(study_runs, "time_steps", None)
+    monkeypatch.setattr(runs, "time_steps", None)
     assert run_study(plan, tmp_path / "study", "").finished
 
 
 def test_a_stop_while_steps_are_timed_leaves_no_study(tmp_path, monkeypatch):
-    monkeypatch.setattr(study_runs, "time_steps", lambda configs: None)
+    monkeypatch.setattr(runs, "time_steps", lambda configs: None)
     content = {**QUICK, "recipe": "digits", "arms": {"a": None, "b": {"depth": 1}}, "minutes_per_run": 1}
     assert not run_study(make_plan(study_from_mapping(content)), tmp_path / "study", "").finished
     assert not (tmp_path / "study").exists()
@@ -105,11 +105,11 @@ def test_a_stop_while_steps_are_timed_leaves_no_study(tmp_path, monkeypatch):
 
 def test_a_size_that_a_model_cannot_take_has_no_point(tmp_path, monkeypatch, no_reports):
     train(digits(epochs=1), tmp_path / "run")
-    found = study_runs._score_sizes(tmp_path / "run", digits(), (8, 12))
+    found = runs._score_sizes(tmp_path / "run", digits(), (8, 12))
     assert found.keys() == {8, 12} and found[8] == score(tmp_path / "run", {}).evaluation.top1
 
     def refuse(model, side):
         raise WrongSize("too large")
 
     monkeypatch.setattr("hgrn_vision.train.evaluation.fit_size", refuse)
-    assert study_runs._score_sizes(tmp_path / "run", digits(), (8, 12)).keys() == {8}
+    assert runs._score_sizes(tmp_path / "run", digits(), (8, 12)).keys() == {8}

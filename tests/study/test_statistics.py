@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hgrn_vision.train.statistics import paired_difference, spread
+from hgrn_vision.study.statistics import paired_difference, spread
 
 
 def test_mean_and_standard_deviation():

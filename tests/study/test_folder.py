@@ -6,8 +6,8 @@ import math
 import pytest
 from training import SMALL
 
-from hgrn_vision.train.study import study_from_mapping
-from hgrn_vision.train.study_folder import (
+from hgrn_vision.study.definition import study_from_mapping
+from hgrn_vision.study.folder import (
     RunResult,
     check_record,
     describe_study,
@@ -17,7 +17,7 @@ from hgrn_vision.train.study_folder import (
     write_runs,
     write_summary_table,
 )
-from hgrn_vision.train.study_report import sentence
+from hgrn_vision.study.report import sentence
 
 QUICK = {"epochs": 2, "epoch_steps": 2, "batch_size": 32, "eval_images": 64, "device": "cpu", "model_args": SMALL}
 

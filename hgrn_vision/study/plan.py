@@ -9,11 +9,11 @@ from torch import nn
 
 from ..data.spec import DataSpec
 from ..data.splits import Split, Stream, open_splits, steps_per_epoch
-from .build import build_model, data_spec
-from .config import TrainConfig
-from .cost import count_parameters, multiply_adds
+from ..train.build import build_model, data_spec
+from ..train.config import TrainConfig
+from ..train.cost import count_parameters, multiply_adds
+from .definition import Arm, Study, import_modules
 from .step_time import fit_minutes
-from .study import Arm, Study, import_modules
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from .config import TrainConfig
-from .engine import Progress
-from .observer import Observer
-from .run import Run, train
+from ..train.config import TrainConfig
+from ..train.engine import Progress
+from ..train.observer import Observer
+from ..train.run import Run, train
 
 TURNS = 3
 SECONDS = 5.0  # of steps per turn

@@ -6,10 +6,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..report.study import StudyArm, StudyData, write_study
-from .config import to_mapping
+from ..train.config import to_mapping
+from .folder import ArmSummary, RunResult
+from .plan import Plan
 from .statistics import Difference, Spread
-from .study_folder import ArmSummary, RunResult
-from .study_plan import Plan
 
 Logs = Mapping[tuple[str, int], Sequence[Mapping[str, str]]]
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from hgrn_vision.study.definition import Arm, import_modules, parse_arm, read_study, study_from_mapping
 from hgrn_vision.train.recipes import resolve
-from hgrn_vision.train.study import Arm, import_modules, parse_arm, read_study, study_from_mapping
 
 
 @pytest.mark.parametrize(

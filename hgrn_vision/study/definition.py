@@ -15,8 +15,8 @@ from typing import Any
 
 from timm.models import is_model
 
-from . import recipes
-from .config import TrainConfig, convert, describe, field_types, from_mapping, read_value, read_yaml
+from ..train import recipes
+from ..train.config import TrainConfig, convert, describe, field_types, from_mapping, read_value, read_yaml
 
 SETTINGS = {item.name for item in fields(TrainConfig)}
 # settings that decide which images top-1 is measured on, and those that the study itself decides

@@ -7,11 +7,11 @@ import pytest
 from training import digits
 
 from hgrn_vision.data.spec import DataSpec
-from hgrn_vision.train import study_report
-from hgrn_vision.train.study import Arm, Study
-from hgrn_vision.train.study_folder import RunResult, summarise
-from hgrn_vision.train.study_plan import ArmPlan, Plan
-from hgrn_vision.train.study_report import spell_count, write_study_page
+from hgrn_vision.study import report
+from hgrn_vision.study.definition import Arm, Study
+from hgrn_vision.study.folder import RunResult, summarise
+from hgrn_vision.study.plan import ArmPlan, Plan
+from hgrn_vision.study.report import spell_count, write_study_page
 
 SPEC = DataSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3, "bicubic", 1.0)
 
@@ -44,7 +44,7 @@ def told(monkeypatch, minutes=0.0, sequence=False, other=SPEC):
         {"step": "4", "images_per_second": "2", "val_top1": "50"},
     ]
     pages = []
-    monkeypatch.setattr(study_report, "write_study", lambda path, data: pages.append(data))
+    monkeypatch.setattr(report, "write_study", lambda path, data: pages.append(data))
     summaries = summarise(results, ["a b", "c"], [])
     logs = {(each.arm, each.seed): log for each in results}
     write_study_page("report.html", plan, results, summaries, logs, {"command": "hgrn-vision compare", "torch": "2"})
