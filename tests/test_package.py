@@ -62,7 +62,7 @@ def project_imports(path):
 
 
 MODEL = ("backend", "block", "conv", "glu", "hgrn", "layers", "packaged", "pyramid", "recompute", "scan", "weights")
-FOLDERS = ("inference", "study", "train", "report", "data", "kernels")
+FOLDERS = ("export", "inference", "study", "train", "report", "data", "kernels")
 # folder or file, the Python files of the folder, what of the project they may import; further down means further right
 TABLE = [
     (
@@ -110,8 +110,13 @@ TABLE = [
         ("inference", "train", "data", "weights", "layers"),
     ),
     (
+        "hgrn_vision/export",
+        "__init__ onnx_file onnx_model int8 run_exported site",
+        ("export", "inference", "report", "data", "hgrn", "layers", "files", "version"),
+    ),
+    (
         "hgrn_vision/commands",
-        "__init__ _flags _console _dataset_check _onnx _onnx_model _quantize _run_exported _study_display _web "
+        "__init__ _flags _console _dataset_check _study_display "
         "bench compare digits distill doctor evaluate explain export finetune models pathfinder predict publish train",
         ("commands", *FOLDERS, "files", "randomness", "version", *MODEL),
     ),
@@ -204,7 +209,7 @@ def test_the_readmes_example_runs(tmp_path):
     run(example, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "HGRN_VISION_BACKEND": "torch"})
 
 
-@pytest.mark.parametrize("folder", ["data", "report", "train", "study", "inference"])
+@pytest.mark.parametrize("folder", ["data", "report", "train", "study", "inference", "export"])
 def test_only_commands_print_and_parse(folder):
     """The rest is used from Python too: showing things is the command's part."""
     paths = list((ROOT / "hgrn_vision" / folder).glob("*.py"))

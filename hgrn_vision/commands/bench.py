@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from ..backend import choose
 from ..data.spec import resolve_spec
+from ..export.onnx_file import check_installed, open_session, write_onnx
 from ..inference.pretrained import LoadedModel
 from ..kernels import cpu_block
 from ..report.speed import speed_chart
@@ -31,7 +32,6 @@ from ..report.style import to_png
 from ..study.definition import parse_arm
 from ..train.memory import keep_freed_memory
 from ._console import check_free, open_output
-from ._onnx import check_installed, open_session, write_onnx
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from ..data.splits import Split
+from ..export import int8, run_exported, site
+from ..export.onnx_file import MOST_PATCHES, NEEDS, check_installed, describe, sides, takes_any_size, trace, write_onnx
 from ..files import whole_file
 from ..inference.pretrained import LoadedModel, load_model
 from ..randomness import numpy_generator
-from . import _quantize, _run_exported, _web
 from ._console import check_free
 from ._flags import MODEL_HELP, at_least_one
-from ._onnx import MOST_PATCHES, NEEDS, check_installed, describe, sides, takes_any_size, trace, write_onnx
 
 EXAMPLE = "hgrn-vision export runs/flowers --format onnx --output flowers.onnx"
 TOLERANCE = 1e-4
@@ -52,8 +52,8 @@ def write_torchscript(loaded: LoadedModel, path: Path) -> None:
 
 def write_web(loaded: LoadedModel, folder: Path) -> None:
     """Write the model of a page; the rest follows once the model has been checked."""
-    (folder / _web.MODEL).parent.mkdir(parents=True)
-    write_onnx(loaded, folder / _web.MODEL, _web.INPUT)
+    (folder / site.MODEL).parent.mkdir(parents=True)
+    write_onnx(loaded, folder / site.MODEL, site.INPUT)
 
 
 FORMATS = {
@@ -110,10 +110,10 @@ def run(args: argparse.Namespace) -> int:
     # if the model refuses this size, its own error message appears here
     loaded.model(torch.zeros(1, *loaded.spec.input_size))
     if web:
-        _web.check_model(loaded)
+        site.check_model(loaded)
     # report a folder without usable images now, not after the export
-    images = _quantize.open_images(args.check or args.calibrate, loaded) if args.int8 else None
-    calibration = _quantize.calibration_batches(args.calibrate, loaded) if args.calibrate else None
+    images = int8.open_images(args.check or args.calibrate, loaded) if args.int8 else None
+    calibration = int8.calibration_batches(args.calibrate, loaded) if args.calibrate else None
     path.parent.mkdir(parents=True, exist_ok=True)
     # in a temporary folder under the final name, since archives store the name under which they were created
     with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         reference = load_model(args.model, "cpu", args.img_size)
         if args.fixed_size:
             _fix_size(reference)
-        exact = partial / _web.MODEL if web else partial
+        exact = partial / site.MODEL if web else partial
         worst = largest_difference(reference, "onnx" if web else args.format, exact)
         if not worst <= TOLERANCE:
             message = f"the exported file differs from the model by {worst:.1e}; nothing was written"
@@ -135,17 +135,17 @@ def run(args: argparse.Namespace) -> int:
             return 1
         result = partial
         if web or args.int8:
-            result = partial / _web.SMALL_MODEL if web else partial.with_name(f"int8-{path.name}")
-            _quantize.quantize(exact, result, calibration)
+            result = partial / site.SMALL_MODEL if web else partial.with_name(f"int8-{path.name}")
+            int8.quantize(exact, result, calibration)
         if args.int8 and not _report_change(reference, exact, result, images, args):
             return 1
         if web:
-            _web.write_site(partial, loaded, default_name(args.model), worst, args.runtime, args.int8)
-            _web.replace_folder(partial, path)
+            site.write_site(partial, loaded, default_name(args.model), worst, args.runtime, args.int8)
+            site.replace_folder(partial, path)
         else:
             with whole_file(path) as temporary:
                 os.replace(result, temporary)
-    size = (path / _web.MODEL if web else path).stat().st_size / 1e6
+    size = (path / site.MODEL if web else path).stat().st_size / 1e6
     before = " in float32" if args.int8 else ""
     print(f"wrote {path}, {size:.1f} MB; largest difference from the model{before} {worst:.1e}")
     if web:
@@ -168,7 +168,7 @@ def _check_int8(args: argparse.Namespace) -> None:
 
 def _report_change(loaded: LoadedModel, exact: Path, small: Path, images: Split, args: argparse.Namespace) -> bool:
     """Print what quantization changed; False if the file answers with NaN."""
-    change = _quantize.compare(loaded, small, images)
+    change = int8.compare(loaded, small, images)
     where = args.check or args.calibrate or "the packaged digits (no --check given)"
     how = f"fixed on {args.calibrate}" if args.calibrate else "measured in every call"
     size = small.stat().st_size / exact.stat().st_size
@@ -192,9 +192,9 @@ def _check_output(path: Path, args: argparse.Namespace) -> None:
             raise ValueError("--runtime needs --format web")
         check_free([path], args.force)
         return
-    _web.check_folder(path, args.force)
+    site.check_folder(path, args.force)
     if args.runtime:
-        _web.find_runtime(args.runtime)
+        site.find_runtime(args.runtime)
 
 
 def default_name(model: str) -> str:
@@ -221,7 +221,7 @@ def _run_elsewhere(kind: str, path: Path, inputs: dict[str, np.ndarray]) -> dict
     with tempfile.TemporaryDirectory() as folder:
         exchange = [os.path.join(folder, name) for name in ("inputs.npz", "outputs.npz")]
         np.savez(exchange[0], **inputs)
-        command = [sys.executable, "-W", "ignore", _run_exported.__file__, kind, os.path.abspath(path), *exchange]
+        command = [sys.executable, "-W", "ignore", run_exported.__file__, kind, os.path.abspath(path), *exchange]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -18,7 +18,7 @@ from saved_models import CLASSES, SMALL
 from timm.models import save_for_hf
 
 from hgrn_vision.cli import main
-from hgrn_vision.commands import _web
+from hgrn_vision.export import site as web_folder
 from hgrn_vision.inference.pretrained import load_model
 
 RUNTIME = node_package("onnxruntime-web")
@@ -63,7 +63,7 @@ def offline_site(run, site):
     """The same with its own copy of the runtime."""
     folder = run.parent / "offline"
     shutil.copytree(site, folder)
-    _web.write_site(folder, load_model(str(run), "cpu"), "flowers", 0.0, str(RUNTIME))
+    web_folder.write_site(folder, load_model(str(run), "cpu"), "flowers", 0.0, str(RUNTIME))
     return folder
 
 
@@ -134,7 +134,7 @@ def test_pages_that_python_could_not_equal_are_refused(run):
     for changes in ({"interpolation": "nearest"}, {"crop_pct": 1.5}):
         object.__setattr__(loaded, "spec", loaded.spec._replace(**changes))
         with pytest.raises(ValueError, match="supports lanczos, bilinear"):
-            _web.check_model(loaded)
+            web_folder.check_model(loaded)
 
 
 def test_force_replaces_a_page(tmp_path):
@@ -142,8 +142,8 @@ def test_force_replaces_a_page(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / text).touch()
     (tmp_path / "site" / "index.html").write_text('<meta name="generator" content="hgrn_vision 1">')
-    _web.check_folder(tmp_path / "site", force=True)
-    _web.replace_folder(tmp_path / ".new", tmp_path / "site")
+    web_folder.check_folder(tmp_path / "site", force=True)
+    web_folder.replace_folder(tmp_path / ".new", tmp_path / "site")
     assert [path.name for path in (tmp_path / "site").iterdir()] == ["new"]
 
 
@@ -151,17 +151,17 @@ def test_a_page_that_cannot_be_replaced_stays(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "index.html").touch()
     with pytest.raises(FileNotFoundError, match="missing"):
-        _web.replace_folder(tmp_path / "missing", tmp_path / "site")
+        web_folder.replace_folder(tmp_path / "missing", tmp_path / "site")
     assert [path.name for path in tmp_path.iterdir()] == ["site"]
     assert [path.name for path in (tmp_path / "site").iterdir()] == ["index.html"]
 
 
 @pytest.mark.skipif(not RUNTIME, reason="onnxruntime-web is not installed")
 def test_the_hashes_are_those_of_the_package():
-    if json.loads((RUNTIME / "package.json").read_text())["version"] != _web.RUNTIME.version:
+    if json.loads((RUNTIME / "package.json").read_text())["version"] != web_folder.RUNTIME.version:
         pytest.skip("another version of onnxruntime-web")
-    for file in (_web.RUNTIME.module, _web.RUNTIME.wasm):
-        assert _web.describe_file(RUNTIME / "dist" / file.name) == file
+    for file in (web_folder.RUNTIME.module, web_folder.RUNTIME.wasm):
+        assert web_folder.describe_file(RUNTIME / "dist" / file.name) == file
 
 
 @IN_BROWSER

@@ -1,4 +1,4 @@
-"""Run an exported file without this package: python _run_exported.py FORMAT FILE INPUTS.npz OUTPUTS.npz."""
+"""Run an exported file without this package: python run_exported.py FORMAT FILE INPUTS.npz OUTPUTS.npz."""
 
 import sys
 

@@ -49,7 +49,7 @@ def write_onnx(loaded: LoadedModel, path: Path, input_name: str = "images") -> N
     """ONNX operators; the metadata are properties of the file, their values JSON."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    from ._onnx_model import OPSET, OnnxModel, expand_scans
+    from .onnx_model import OPSET, OnnxModel, expand_scans
 
     names = dict(input_names=[input_name], output_names=["logits"])
     traced = trace(loaded, OnnxModel(loaded.model))

@@ -16,7 +16,7 @@ from ..data.spec import ImageSettings
 from ..data.splits import Split, open_validation
 from ..data.transforms import normalise
 from ..inference.pretrained import LoadedModel
-from ._onnx import open_session
+from .onnx_file import open_session
 
 LAYERS = ["MatMul", "Gemm"]
 FEW = 128  # images to calibrate with

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from hgrn_vision.commands._onnx_model import (
+from hgrn_vision.export.onnx_model import (
     OPSET,
     expand_scans,
     into_pairs,

@@ -18,8 +18,9 @@ from saved_models import CLASSES, write_image, write_photos
 from timm.models import save_for_hf
 
 from hgrn_vision.cli import main
-from hgrn_vision.commands import _quantize, export
-from hgrn_vision.commands._quantize import quantize
+from hgrn_vision.commands import export
+from hgrn_vision.export import int8
+from hgrn_vision.export.int8 import quantize
 from hgrn_vision.inference.pretrained import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,11 +69,11 @@ def session(path):
 def change(run, path, images):
     """Agreement in percent, largest change of a probability, and the answers of the file, image by image."""
     loaded, file = load_model(str(run), "cpu"), session(path)
-    pixels = torch.stack([loaded.prepare(_quantize.open_unlabelled(str(images)).load(i)) for i in range(12)])
+    pixels = torch.stack([loaded.prepare(int8.open_unlabelled(str(images)).load(i)) for i in range(12)])
     with torch.no_grad():
         want = loaded.model(pixels).softmax(-1).numpy()
     # in the same batches, since ranges that are not fixed depend on the batch
-    logits = [file.run(None, {"images": part.numpy()})[0] for part in pixels.split(_quantize.BATCH)]
+    logits = [file.run(None, {"images": part.numpy()})[0] for part in pixels.split(int8.BATCH)]
     got = torch.from_numpy(np.concatenate(logits)).softmax(-1).numpy()
     return 100 * np.mean(want.argmax(1) == got.argmax(1)), np.abs(want - got).max(), got
 
@@ -111,18 +112,18 @@ def test_images_without_labels_and_the_packaged_ones(run, photos, exact, tmp_pat
     loaded = load_model(str(run), "cpu")
     flat = write_photos(tmp_path / "flat", {"": 5})
     quantize(exact, tmp_path / "small.onnx")
-    found = _quantize.compare(loaded, tmp_path / "small.onnx", _quantize.open_images(str(flat), loaded))
+    found = int8.compare(loaded, tmp_path / "small.onnx", int8.open_images(str(flat), loaded))
     assert found.images == 5 and found.accuracy is None
-    found = _quantize.compare(loaded, tmp_path / "small.onnx", _quantize.open_images(None, loaded))
-    assert found.images == _quantize.FEW and found.accuracy is None and found.largest < 0.05
+    found = int8.compare(loaded, tmp_path / "small.onnx", int8.open_images(None, loaded))
+    assert found.images == int8.FEW and found.accuracy is None and found.largest < 0.05
     digits = load_model(str(run), "cpu")
     digits.class_names[:] = "012"
-    split = _quantize.open_images(None, digits)
-    assert set(split.labels) == {0, 1, 2} and _quantize.compare(digits, tmp_path / "small.onnx", split).accuracy
+    split = int8.open_images(None, digits)
+    assert set(split.labels) == {0, 1, 2} and int8.compare(digits, tmp_path / "small.onnx", split).accuracy
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "a.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match="none of the 1 images"):
-        _quantize.compare(loaded, tmp_path / "small.onnx", _quantize.open_images(str(tmp_path / "broken"), loaded))
+        int8.compare(loaded, tmp_path / "small.onnx", int8.open_images(str(tmp_path / "broken"), loaded))
 
 
 def test_the_page_runs_the_small_model(run, photos, tmp_path, capsys):
@@ -138,8 +139,8 @@ def test_the_page_runs_the_small_model(run, photos, tmp_path, capsys):
 
 
 def test_a_file_that_answers_with_nan_is_not_written(run, already_exported, photos, tmp_path, monkeypatch, capsys):
-    found = _quantize.Change(12, 0.0, float("nan"), None)
-    monkeypatch.setattr(_quantize, "compare", lambda *args: found)
+    found = int8.Change(12, 0.0, float("nan"), None)
+    monkeypatch.setattr(int8, "compare", lambda *args: found)
     argv = ["export", str(run), "--int8", "--check", str(photos), "--output", str(tmp_path / "a.onnx")]
     assert main(argv) == 1
     assert "NaN" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
