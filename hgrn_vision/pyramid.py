@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 import torch
-from timm.layers import LayerNorm2d, register_notrace_module
+from timm.layers import LayerNorm2d, register_notrace_module, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import nn
@@ -89,39 +89,36 @@ class HgrnPyramid(HgrnDeit):
         super().__init__(device=device, dtype=dtype, **kwargs)
         if self.embed_dim % 4 != 0:
             raise ValueError(f"HgrnPyramid: embed_dim must be a multiple of 4, got {self.embed_dim}")
-        self.output_stride = output_stride
-        patch, D = self.patch_embed.patch_size[0], self.embed_dim
-        levels = list(zip((D // 4, D // 2, D, D), self.level_strides(), strict=True))
+        patch, D = _square_patch(self.patch_embed.patch_size), self.embed_dim
+        strides = [patch // 4, patch // 2, patch, 2 * patch]
+        if output_stride is not None:
+            if output_stride not in strides:
+                raise ValueError(
+                    f"HgrnPyramid: output_stride must be one of {', '.join(map(str, strides))}, got {output_stride}"
+                )
+            strides = [min(stride, output_stride) for stride in strides]
+        widths = (D // 4, D // 2, D, D)
+        self.scales = [patch / stride for stride in strides]
         self.pyramid = PyramidLevels(
-            {str(i): PyramidLevel(D, width, patch / stride, device, dtype) for i, (width, stride) in enumerate(levels)}
+            {
+                str(i): PyramidLevel(D, width, scale, device, dtype)
+                for i, (width, scale) in enumerate(zip(widths, self.scales, strict=True))
+            }
         )
         self.feature_info = [
-            dict(module=f"pyramid.{i}", num_chs=width, reduction=stride) for i, (width, stride) in enumerate(levels)
+            dict(module=f"pyramid.{i}", num_chs=width, reduction=stride)
+            for i, (width, stride) in enumerate(zip(widths, strides, strict=True))
         ]
-
-    def level_strides(self) -> list[int]:
-        """The stride of each map."""
-        height, width = self.patch_embed.patch_size
-        if height != width or height % 4 != 0:
-            raise ValueError(
-                f"HgrnPyramid: the patch must be square with a side that is a multiple of 4, got {height}x{width}"
-            )
-        strides = [height // 4, height // 2, height, 2 * height]
-        if self.output_stride is None:
-            return strides
-        if self.output_stride not in strides:
-            raise ValueError(
-                f"HgrnPyramid: output_stride must be one of {', '.join(map(str, strides))}, got {self.output_stride}"
-            )
-        return [min(stride, self.output_stride) for stride in strides]
 
     @torch.jit.ignore
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
+        """As in HgrnDeit; the strides of the maps grow and shrink with the patch."""
+        patch = _square_patch(self.patch_embed.patch_size if patch_size is None else to_2tuple(patch_size))
         super().set_input_size(img_size, patch_size)
-        for info, stride in zip(self.feature_info, self.level_strides(), strict=True):
-            info["reduction"] = stride
+        for info, scale in zip(self.feature_info, self.scales, strict=True):
+            info["reduction"] = int(patch / scale)
 
     def forward_intermediates(
         self,
@@ -195,6 +192,16 @@ class HgrnPyramid(HgrnDeit):
             )
         state_dict.update({prefix + name: own[name] for name in new})
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _square_patch(size: tuple[int, int]) -> int:
+    """The side of a patch whose quarter is a whole number of pixels."""
+    height, width = size
+    if height != width or height % 4 != 0:
+        raise ValueError(
+            f"HgrnPyramid: the patch must be square with a side that is a multiple of 4, got {height}x{width}"
+        )
+    return height
 
 
 default_cfgs = generate_default_cfgs(

@@ -154,6 +154,26 @@ def test_set_input_size():
     assert [y.shape[-1] for y in model.forward_intermediates(images(), intermediates_only=True)] == [32, 16, 8, 4]
 
 
+@pytest.mark.parametrize("patch, reductions", [(8, [2, 4, 8, 8]), (32, [8, 16, 32, 32])])
+def test_another_patch_size_scales_every_stride(patch, reductions):
+    model = small(output_stride=16).eval()
+    model.set_input_size(patch_size=patch)
+    assert [info["reduction"] for info in model.feature_info] == reductions
+    maps = model.forward_intermediates(images(), intermediates_only=True)
+    assert [64 // y.shape[-1] for y in maps] == reductions
+    # nothing was cropped: the coarsest map is the last block's tokens, in their own number
+    assert maps[3].shape[-1] == 64 // patch
+
+
+def test_an_impossible_patch_size_changes_nothing():
+    model = small().eval()
+    for patch in (6, (16, 8)):
+        with pytest.raises(ValueError, match="the patch must be square"):
+            model.set_input_size(patch_size=patch)
+    assert model.patch_embed.patch_size == (16, 16)
+    assert [info["reduction"] for info in model.feature_info] == [4, 8, 16, 32]
+
+
 def test_classifies_exactly_as_the_plain_model():
     plain = timm.create_model("hgrn_deit_tiny_patch16_224", **SMALL).eval()
     model = small().eval()
