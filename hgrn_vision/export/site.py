@@ -1,5 +1,6 @@
 """The folder of `export --format web`: a page that runs the model, in a layout that transformers.js can load too."""
 
+import contextlib
 import csv
 import json
 import math
@@ -15,6 +16,7 @@ from ..version import __version__
 
 INPUT = "pixel_values"  # transformers.js's name for the input images
 MODEL, SMALL_MODEL, LABELS, PAGE = "onnx/model.onnx", "onnx/model_quantized.onnx", "labels.json", "index.html"
+PARTS = {PAGE, LABELS, "config.json", "preprocessor_config.json", "onnx", "runtime"}
 MODULE, WASM = "ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"
 # the hashes are those of the files in the npm package of this version
 RUNTIME = Runtime(
@@ -28,9 +30,11 @@ FILTERS = {"lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 
 
 def check_folder(folder: Path, force: bool) -> None:
-    """Refuse a folder that is not empty; with --force, it may hold an earlier page."""
+    """Refuse a folder that is not empty; with --force, it may hold an earlier page, but nothing else."""
     if folder.is_file():
         raise ValueError(f"{folder} is a file, expected a new or empty folder")
+    if folder.resolve() == Path.cwd():
+        raise ValueError(f"{folder} is the current folder, which cannot be replaced by a page; give another one")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     page = folder / PAGE
@@ -39,6 +43,9 @@ def check_folder(folder: Path, force: bool) -> None:
         raise ValueError(f"{folder} is not empty; give a new or empty folder")
     if not force:
         raise ValueError(f"{folder} already holds a page; give another folder, or replace it with --force")
+    others = sorted({path.name for path in folder.iterdir()} - PARTS)
+    if others:
+        raise ValueError(f"{folder} holds more than a page ({', '.join(others[:3])}), which --force would delete")
 
 
 def find_runtime(folder: str) -> Path:
@@ -102,7 +109,7 @@ def write_site(
 
 def replace_folder(new: Path, folder: Path) -> None:
     """Move a finished folder to its final name; an earlier folder there is kept until then."""
-    old = new.with_name("old")
+    old = new.with_name(f"{new.name}.old")
     if folder.exists():
         os.replace(folder, old)
     try:
@@ -200,6 +207,14 @@ def _copy_runtime(folder: Path, source: Path) -> Runtime:
     target.mkdir()
     for name in (MODULE, WASM):
         shutil.copyfile(source / name, target / name)
-    package = next((place for place in (source.parent, source) if (place / "package.json").is_file()), None)
-    version = json.loads((package / "package.json").read_text("utf-8"))["version"] if package else "(unknown version)"
-    return Runtime(version, "runtime/", describe_file(target / MODULE), describe_file(target / WASM))
+    return Runtime(runtime_version(source), "runtime/", describe_file(target / MODULE), describe_file(target / WASM))
+
+
+def runtime_version(source: Path) -> str:
+    """The version in the package.json of onnxruntime-web, beside its files or above them."""
+    for place in (source, source.parent):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            package = json.loads((place / "package.json").read_text("utf-8"))
+            if package["name"] == "onnxruntime-web":
+                return package["version"]
+    return "(unknown version)"

@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -137,14 +139,45 @@ def test_pages_that_python_could_not_equal_are_refused(run):
             web_folder.check_model(loaded)
 
 
-def test_force_replaces_a_page(tmp_path):
-    for name, text in (("site", "old"), (".new", "new")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / text).touch()
-    (tmp_path / "site" / "index.html").write_text('<meta name="generator" content="hgrn_vision 1">')
-    web_folder.check_folder(tmp_path / "site", force=True)
-    web_folder.replace_folder(tmp_path / ".new", tmp_path / "site")
-    assert [path.name for path in (tmp_path / "site").iterdir()] == ["new"]
+@pytest.mark.parametrize("name", ["site", "old"])
+def test_force_replaces_a_page(name, tmp_path):
+    for folder, file in ((name, "labels.json"), (".new", "new")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+    (tmp_path / name / "index.html").write_text('<meta name="generator" content="hgrn_vision 1">')
+    web_folder.check_folder(tmp_path / name, force=True)
+    with tempfile.TemporaryDirectory(dir=tmp_path) as work:
+        new = (tmp_path / ".new").rename(Path(work) / name)
+        web_folder.replace_folder(new, tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert [path.name for path in (tmp_path / name).iterdir()] == ["new"]
+
+
+def test_force_deletes_nothing_but_a_page(tmp_path, monkeypatch):
+    page = tmp_path / "site"
+    (page / ".git").mkdir(parents=True)
+    (page / "index.html").write_text('<meta name="generator" content="hgrn_vision 1">')
+    with pytest.raises(ValueError, match=r"holds more than a page \(\.git\)"):
+        web_folder.check_folder(page, force=True)
+    (page / ".git").rmdir()
+    web_folder.check_folder(page, force=True)
+    monkeypatch.chdir(page)
+    with pytest.raises(ValueError, match="the current folder"):
+        web_folder.check_folder(Path("."), force=True)
+
+
+def test_the_version_of_the_runtime_is_its_own(tmp_path):
+    package = tmp_path / "package.json"
+    for text, version in (
+        ('{"name": "onnxruntime-web", "version": "1.2.3"}', "1.2.3"),
+        ('{"name": "my-shop", "version": "9.9.9"}', "(unknown version)"),
+        ('{"name": "onnxruntime-web"}', "(unknown version)"),
+        ("[1", "(unknown version)"),
+        ("[1]", "(unknown version)"),
+    ):
+        package.write_text(text)
+        for place in (tmp_path, tmp_path / "dist"):
+            assert web_folder.runtime_version(place) == version
 
 
 def test_a_page_that_cannot_be_replaced_stays(tmp_path):
