@@ -1,5 +1,6 @@
 """8-bit ONNX files, written by onnxruntime's own quantizer, and how much their answers change."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -79,15 +80,23 @@ class _Reader:
 
 def open_images(folder: str | None, loaded: LoadedModel) -> Split:
     """The images of a folder, or of the packaged digits; labels are -1 unless the classes are the model's."""
+    if folder is None:
+        return _open_digits(loaded)
     try:
-        return open_validation(ImageSettings(folder or "digits"), loaded.class_names, loaded.aliases if folder else ())
+        return open_validation(ImageSettings(folder), loaded.class_names, loaded.aliases)
     except ValueError:
-        if folder is None:
-            digits = list_digits()
-            return _some(_unlabelled("digits", digits.source, len(digits.labels)))
         if not os.path.isdir(folder):
             raise
         return open_unlabelled(folder)
+
+
+def _open_digits(loaded: LoadedModel) -> Split:
+    """The packaged digits, with labels if the model's classes are digits by name and not for want of names."""
+    if loaded.model.pretrained_cfg.get("label_names"):
+        with contextlib.suppress(ValueError):
+            return open_validation(ImageSettings("digits"), loaded.class_names)
+    digits = list_digits()
+    return _some(_unlabelled("digits", digits.source, len(digits.labels)))
 
 
 def open_unlabelled(folder: str) -> Split:

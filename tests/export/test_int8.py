@@ -120,6 +120,9 @@ def test_images_without_labels_and_the_packaged_ones(run, photos, exact, tmp_pat
     digits.class_names[:] = "012"
     split = int8.open_images(None, digits)
     assert set(split.labels) == {0, 1, 2} and int8.compare(digits, tmp_path / "small.onnx", split).accuracy
+    # numbers in place of names that a model does not have are not those of digits
+    del digits.model.pretrained_cfg["label_names"]
+    assert set(int8.open_images(None, digits).labels) == {-1}
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "a.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match="none of the 1 images"):
