@@ -77,6 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split())
         print(f"hgrn-vision {args.command}: {message}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        from .train.faults import is_out_of_memory  # here, since it imports torch
+
+        if not is_out_of_memory(error) or os.environ.get("HGRN_VISION_TRACEBACK"):
+            raise
+        print(f"hgrn-vision {args.command}: out of memory; try smaller images or batches", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"hgrn-vision {args.command}: interrupted", file=sys.stderr)
         return 130

@@ -120,7 +120,7 @@ TABLE = [
         "bench compare digits distill doctor evaluate explain export finetune models pathfinder predict publish train",
         ("commands", *FOLDERS, "files", "randomness", "version", *MODEL),
     ),
-    ("hgrn_vision", "cli", ("commands",)),
+    ("hgrn_vision", "cli", ("commands", "train")),
     ("hgrn_vision", "__main__", ("cli",)),
     (".", "train_imagenet", ("cli",)),
 ]

@@ -47,7 +47,8 @@ def write_pt2(loaded: LoadedModel, path: Path) -> None:
 
 def write_torchscript(loaded: LoadedModel, path: Path) -> None:
     """Write a module for torch.jit.load and libtorch; the metadata are an extra file in it."""
-    torch.jit.script(loaded.model).save(str(path), _extra_files={METADATA: json.dumps(describe(loaded))})
+    about = {**describe(loaded), "any_size": loaded.model.dynamic_img_size}
+    torch.jit.script(loaded.model).save(str(path), _extra_files={METADATA: json.dumps(about)})
 
 
 def write_web(loaded: LoadedModel, folder: Path) -> None:
@@ -145,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             with whole_file(path) as temporary:
                 os.replace(result, temporary)
-    size = (path / site.MODEL if web else path).stat().st_size / 1e6
+    size = sum(file.stat().st_size for file in (path.rglob("*") if web else [path])) / 1e6
     before = " in float32" if args.int8 else ""
     print(f"wrote {path}, {size:.1f} MB; largest difference from the model{before} {worst:.1e}")
     if web:

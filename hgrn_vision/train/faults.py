@@ -44,13 +44,18 @@ class OutOfMemory(ValueError):
     """A micro-batch did not fit into memory."""
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was too small; on CPUs PyTorch raises no type of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 @contextmanager
 def memory_advice(config: TrainConfig, ranks: int):
     """Turn an out-of-memory error into one line with the micro-batch to try."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         smaller = smaller_micro_batch(config, ranks)
         advice = f"try --micro-batch {smaller} (with --allow-change to resume)" if smaller else "use more devices"

@@ -117,6 +117,17 @@ def test_torchscript(run, tmp_path, monkeypatch):
     check_answers(run, lambda images: module(torch.from_numpy(images)).detach().numpy())
 
 
+def test_torchscript_takes_any_size_even_where_onnx_does_not(tmp_path):
+    # a side that is no multiple of the patch is padded, which only ONNX files fix
+    save(tmp_path / "run", img_size=18)
+    assert main(["export", str(tmp_path / "run"), "--format", "torchscript", "--output", str(tmp_path / "a.pt")]) == 0
+    extra = {"metadata.json": ""}
+    module = torch.jit.load(tmp_path / "a.pt", _extra_files=extra)
+    assert json.loads(extra["metadata.json"])["any_size"] is True
+    images = np.random.RandomState(1).standard_normal((1, 3, 25, 30)).astype(np.float32)
+    np.testing.assert_allclose(module(torch.from_numpy(images)).detach(), answers(tmp_path / "run", images), atol=1e-4)
+
+
 ABLATIONS = [
     {"data_dependent_theta": True, "bidirectional": False},
     {"forget_gate": "none", "lower_bound": "none", "output_gate": False},
@@ -280,6 +291,7 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys):
         "no config.json": [str(unreadable), "--output", str(tmp_path / "a.onnx")],
         "ends in .pt2": [str(run), "--format", "pt2", "--output", str(tmp_path / "a.bin")],
         "is a folder": [str(run), "--output", str(tmp_path)],
+        "out of memory; try smaller": [str(run), "--img-size", "10000000", "--output", str(tmp_path / "a.onnx")],
     }
     for message, argv in cases.items():
         assert main(["export", *argv]) == 2
