@@ -35,6 +35,7 @@ SHARED = {
 SHARED |= {"seed", "recipe", "device", "threads", "wandb"}
 ELSEWHERE = ("local-dir:", "hf-hub:")
 SEQUENCE = {"patch_size": 1, "in_chans": 1}
+MOST_MINUTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,9 @@ class Study:
             raise ValueError(f"sizes must be at least 1 pixel, got {min(self.sizes)}")
         if self.minutes_per_run < 0:
             raise ValueError(f"minutes_per_run must not be negative, got {self.minutes_per_run:g}")
+        # also refuses NaN
+        if not self.minutes_per_run <= MOST_MINUTES:
+            raise ValueError(f"minutes_per_run must be at most {MOST_MINUTES:,}, got {self.minutes_per_run:g}")
 
     def configs(self) -> dict[str, TrainConfig]:
         """The settings of each arm, by name; the seed of a run is filled in later."""

@@ -145,6 +145,7 @@ def test_the_record_of_a_study_is_a_study(study, capsys):
         ([*ARMS, "--seeds"], "argument --seeds: expected at least one argument"),
         ([*ARMS, "--sizes", "0"], "'0' is not a positive integer"),
         ([*ARMS, "--minutes-per-run", "-1"], "minutes_per_run must not be negative"),
+        ([*ARMS, "--minutes-per-run", "inf"], "minutes_per_run must be at most 1,000,000, got inf"),
         ([*ARMS, "--minutes-per-run", "1", "--first-sizes", "6x1"], "first_sizes counts epochs"),
         ([*ARMS, "--batch-size", "4096", "--micro-batch", "32"], "fewer than one batch of 4096"),
         ([*ARMS, "--modules", "nowhere.py"], "cannot import nowhere.py"),

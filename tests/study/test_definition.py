@@ -78,6 +78,9 @@ def test_what_an_arm_does_not_name_is_equal():
         ({"arms": {"a": {"threads": 1}, "b": None}}, "arm 'a' cannot have its own threads"),
         ({"seeds": [1, 2, 1]}, "two seeds are 1"),
         ({"minutes_per_run": -1}, "must not be negative, got -1"),
+        ({"minutes_per_run": float("inf")}, "minutes_per_run must be at most 1,000,000, got inf"),
+        ({"minutes_per_run": float("nan")}, "minutes_per_run must be at most 1,000,000, got nan"),
+        ({"minutes_per_run": 1e308}, "minutes_per_run must be at most 1,000,000, got 1e.308"),
     ],
 )
 def test_studies_that_are_refused(content, words):

@@ -103,6 +103,14 @@ def test_a_stop_while_steps_are_timed_leaves_no_study(tmp_path, monkeypatch):
     assert not (tmp_path / "study").exists()
 
 
+def test_a_study_is_recorded_once_its_runs_are_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "time_steps", lambda configs: {"a": 0.5, "b": 0.0})
+    content = {**QUICK, "recipe": "digits", "arms": {"a": None, "b": {"depth": 1}}, "minutes_per_run": 1}
+    with pytest.raises(ZeroDivisionError):
+        run_study(make_plan(study_from_mapping(content)), tmp_path / "study", "")
+    assert not (tmp_path / "study" / "study.yaml").exists()
+
+
 def test_a_size_that_a_model_cannot_take_has_no_point(tmp_path, monkeypatch, no_reports):
     train(digits(epochs=1), tmp_path / "run")
     found = runs._score_sizes(tmp_path / "run", digits(), (8, 12))
