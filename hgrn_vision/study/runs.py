@@ -80,10 +80,10 @@ def run_study(
     """
     observer = observer or StudyObserver()
     about = {"command": command, **versions()}
-    plan, about = _open(plan, output, about, observer)
-    if plan is None:
-        return StudyOutcome(False, output, [])
     with working_on(output):
+        plan, about = _open(plan, output, about, observer)
+        if plan is None:
+            return StudyOutcome(False, output, [])
         return _run_all(plan, output, command, about, observer, details)
 
 
