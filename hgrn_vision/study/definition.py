@@ -17,6 +17,7 @@ from timm.models import is_model
 
 from ..train import recipes
 from ..train.config import TrainConfig, convert, describe, field_types, from_mapping, read_value, read_yaml
+from ..train.faults import reason
 
 SETTINGS = {item.name for item in fields(TrainConfig)}
 # settings that decide which images top-1 is measured on, and those that the study itself decides
@@ -188,8 +189,8 @@ def study_from_mapping(content: Mapping[str, Any]) -> Study:
     arms = content.pop("arms", None) or ()
     if isinstance(arms, Mapping):
         arms = tuple(arm_from_mapping(name, given) for name, given in arms.items())
-    elif isinstance(arms, str):
-        raise ValueError("arms must be a list or a mapping of names to settings")
+    elif not isinstance(arms, list | tuple):
+        raise ValueError(f"arms must be a list or a mapping of names to settings, got {arms!r}")
     else:
         arms = tuple(arm if isinstance(arm, Arm) else parse_arm(str(arm)) for arm in arms)
     own = {item.name: content.pop(item.name) for item in fields(Study)[2:] if item.name in content}
@@ -221,8 +222,8 @@ def import_modules(modules: Sequence[str]) -> None:
                 _import_file(Path(module))
             else:
                 importlib.import_module(module)
-        except (OSError, ImportError, SyntaxError) as error:
-            raise ValueError(f"cannot import {module}: {error}") from error
+        except Exception as error:
+            raise ValueError(f"cannot import {module}: {reason(error)}") from error
 
 
 def _import_file(path: Path) -> None:

@@ -206,7 +206,7 @@ def check_record(folder: Path, description: Mapping[str, Any]) -> dict[str, Any]
         record = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(record, dict) or not isinstance(record.get("arms"), dict):
+    if not _is_record(record):
         raise ValueError(f"{path} is not the record of a study; give another --output")
     changes = differences(_flat(record), _flat(description))
     if changes:
@@ -214,6 +214,14 @@ def check_record(folder: Path, description: Mapping[str, Any]) -> dict[str, Any]
             f"{folder} holds another study: {', '.join(changes)}; use the old settings, or give another --output"
         )
     return record
+
+
+def _is_record(content: Any) -> bool:
+    """Whether this is what `describe_study` returns; a study file that the user wrote does not count the images."""
+    if not isinstance(content, dict) or not isinstance(content.get("images"), dict):
+        return False
+    arms = content.get("arms")
+    return isinstance(arms, dict) and all(isinstance(settings, dict) for settings in arms.values())
 
 
 def _flat(description: Mapping[str, Any]) -> dict[str, Any]:

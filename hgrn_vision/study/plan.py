@@ -12,6 +12,7 @@ from ..data.splits import Split, Stream, open_splits, steps_per_epoch
 from ..train.build import build_model, data_spec
 from ..train.config import TrainConfig
 from ..train.cost import count_parameters, multiply_adds
+from ..train.faults import reason
 from .definition import Arm, Study, import_modules
 from .step_time import fit_minutes
 
@@ -104,12 +105,11 @@ def _plan_arm(arm: Arm, config: TrainConfig, train: Split | Stream) -> ArmPlan:
 def _cost(model: nn.Module, size: tuple[int, int, int]) -> float:
     try:
         return float(multiply_adds(model, size))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
+    except Exception:
         # some models do not run on the meta device; one that runs on zeros is good enough
         try:
             with torch.no_grad():
                 model.eval()(torch.zeros(1, *size))
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"the model cannot take images of {size[1]}x{size[2]} pixels: {reason}") from error
+        except Exception as error:
+            raise ValueError(f"the model cannot take images of {size[1]}x{size[2]} pixels: {reason(error)}") from error
         return math.nan

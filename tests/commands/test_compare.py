@@ -141,6 +141,7 @@ def test_the_record_of_a_study_is_a_study(study, capsys):
         (["--arms", "a=hgrn_deit_tiny,seed=3", "hgrn_deit_tiny"], "cannot have its own seed"),
         (["--arms", "a=hgrn_deit_tiny,width=3", "hgrn_deit_tiny"], "arm 'a': cannot create model hgrn_deit_tiny"),
         (["--arms", "a=hgrn_deit_tiny,lower_bound=up", "hgrn_deit_tiny"], "lower_bound must be one of"),
+        (["--arms", "hgrn_deit_tiny", "hgrn_deit_tiny,patch_size=0"], "cannot create model hgrn_deit_tiny: integer"),
         ([*ARMS, "--seeds", "1", "1"], "two seeds are 1"),
         ([*ARMS, "--seeds"], "argument --seeds: expected at least one argument"),
         ([*ARMS, "--sizes", "0"], "'0' is not a positive integer"),

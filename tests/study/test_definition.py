@@ -69,6 +69,7 @@ def test_what_an_arm_does_not_name_is_equal():
         ({"seed": 3}, "give --seeds instead"),
         ({"minutes_per_run": "long"}, "must be a number"),
         ({"arms": "hgrn_deit_tiny"}, "arms must be a list"),
+        ({"arms": 5}, "arms must be a list or a mapping of names to settings, got 5"),
         ({"arms": {"a": 3, "b": None}}, "arm 'a' must be a model name or a mapping of settings, got 3"),
         ({"learning_rate": 3}, "unknown setting 'learning_rate'"),
         ({"photos": ["x"]}, "needs labels"),
@@ -108,8 +109,21 @@ def test_models_of_ones_own(tmp_path):
         study.configs()
     import_modules(study.modules)
     assert study.configs()["a"].model == "my_resnet"
-    (tmp_path / "broken_models_of_a_test.py").write_text("def (")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def (", "invalid syntax"),
+        ("nn.Linear", "name 'nn' is not defined"),
+        ("{}['missing']", "KeyError: 'missing'"),
+        ("1 / 0", "division by zero"),
+        ("raise RuntimeError", "RuntimeError"),
+    ],
+)
+def test_modules_that_cannot_be_imported(tmp_path, text, words):
+    (tmp_path / "broken_models_of_a_test.py").write_text(text)
     # a file that was mended is read again
     for _ in range(2):
-        with pytest.raises(ValueError, match="cannot import"):
+        with pytest.raises(ValueError, match=f"cannot import .*broken_models_of_a_test.py: .*{words}"):
             import_modules([str(tmp_path / "broken_models_of_a_test.py")])

@@ -44,6 +44,8 @@ def picky_model_of_a_test(pretrained=False, **kwargs):
         num_classes, pretrained_cfg = 10, {"input_size": (3, 8, 8)}
 
         def forward(self, x):
+            if x.shape[-1] == 16:
+                raise ZeroDivisionError("division by zero")
             if x.shape[-1] != 8:
                 raise RuntimeError("8 pixels, please\nand no more")
             return x.new_zeros(len(x), int(x.sum().item()) + 10)
@@ -58,7 +60,7 @@ def test_a_model_that_cannot_be_counted_has_to_run():
     arms = {"ours": None, "picky": {"model": "picky_model_of_a_test", **dict.fromkeys(SMALL)}}
     plan = make_plan(study_from_mapping({**CONTENT, "arms": arms, "img_size": 8}))
     assert plan.arms[0].multiply_adds > 0 and math.isnan(plan.arms[1].multiply_adds)
-    with pytest.raises(
-        ValueError, match="^arm 'picky': the model cannot take images of 12x12 pixels: 8 pixels, please$"
-    ):
-        make_plan(study_from_mapping({**CONTENT, "arms": arms, "img_size": 12}))
+    for side, reason in ((12, "8 pixels, please"), (16, "division by zero")):
+        words = f"^arm 'picky': the model cannot take images of {side}x{side} pixels: {reason}$"
+        with pytest.raises(ValueError, match=words):
+            make_plan(study_from_mapping({**CONTENT, "arms": arms, "img_size": side}))
