@@ -127,7 +127,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _show_plan(plan: Plan) -> None:
     images, seeds = plan.images, plan.study.seeds
     print(
-        f"{len(plan.arms)} arms, {len(seeds)} seeds ({' '.join(map(str, seeds))}), {images['training']:,} training and "
+        f"{len(plan.arms)} arms, {len(seeds)} seeds ({' '.join(map(str, seeds))}), {plan.training_images} training and "
         f"{images['validation']:,} held-out images of {images['classes']} classes"
     )
     width = max(3, *(len(arm.arm.name) for arm in plan.arms))

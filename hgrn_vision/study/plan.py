@@ -50,12 +50,23 @@ class Plan:
 
     study: Study
     arms: list[ArmPlan]
-    images: dict[str, int]
+    images: dict[str, Any]  # counts of training, validation and classes; training by arm if it differs
 
     @property
     def runs(self) -> list[tuple[ArmPlan, int]]:
         """Arm and seed, in the order in which they run: all arms with one seed, then the next seed."""
         return [(arm, seed) for seed in self.study.seeds for arm in self.arms]
+
+    @property
+    def training_images(self) -> str:
+        """The number of training images as text, with the names of the arms if it differs."""
+        counts = self.images["training"]
+        if isinstance(counts, int):
+            return f"{counts:,}"
+        arms: dict[int, list[str]] = {}
+        for name, count in counts.items():
+            arms.setdefault(count, []).append(name)
+        return " or ".join(f"{count:,} ({', '.join(names)})" for count, names in arms.items())
 
     @property
     def unequal_pixels(self) -> str:
@@ -80,18 +91,20 @@ def make_plan(study: Study) -> Plan:
     if study.minutes_per_run and any(config.first_sizes for config in configs.values()):
         raise ValueError("first_sizes counts epochs, whose number --minutes-per-run changes: use one or the other")
     opened: dict[str, tuple[Split | Stream, Split | Stream]] = {}
-    arms = []
+    arms, training = [], {}
     for arm in study.arms:
         config = configs[arm.name]
         # train_split is the only setting of the images that may differ between arms
         if config.train_split not in opened:
             opened[config.train_split] = open_splits(config)
         train, validation = opened[config.train_split]
+        training[arm.name] = len(train)
         try:
             arms.append(_plan_arm(arm, config, train))
         except ValueError as error:
             raise ValueError(f"arm {arm.name!r}: {error}") from error
-    images: dict[str, Any] = {"training": len(train), "validation": len(validation), "classes": len(train.class_names)}
+    counts = len(train) if len(set(training.values())) == 1 else training
+    images = {"training": counts, "validation": len(validation), "classes": len(train.class_names)}
     return Plan(study, arms, images)
 
 
