@@ -228,7 +228,10 @@ def import_modules(modules: Sequence[str]) -> None:
 
 def _import_file(path: Path) -> None:
     if path.stem in sys.modules:
-        return
+        loaded = getattr(sys.modules[path.stem], "__file__", None)
+        if loaded and Path(loaded).resolve() == path.resolve():
+            return
+        raise ImportError(f"the name {path.stem!r} is taken by {loaded or 'a part of Python'}; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     # timm's registry looks up the module by name

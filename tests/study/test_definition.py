@@ -1,5 +1,6 @@
 """Studies: what an arm is, what arms share, what is refused."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -109,6 +110,23 @@ def test_models_of_ones_own(tmp_path):
         study.configs()
     import_modules(study.modules)
     assert study.configs()["a"].model == "my_resnet"
+
+
+def test_files_of_the_same_name_are_told_apart(tmp_path, monkeypatch):
+    one, two, token = (tmp_path / name for name in ("one/twins_of_a_test.py", "two/twins_of_a_test.py", "one/token.py"))
+    for path in (one, two, token):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    import_modules([str(one)])
+    loaded = sys.modules["twins_of_a_test"]
+    monkeypatch.chdir(tmp_path)
+    import_modules(["one/twins_of_a_test.py", "token", "math"])
+    assert sys.modules["twins_of_a_test"] is loaded
+    for path, owner in ((two, one), (token, ".*/token.py"), ("sys.py", "a part of Python")):
+        with pytest.raises(
+            ValueError, match=f"^cannot import {path}: the name '.*' is taken by {owner}; rename the file"
+        ):
+            import_modules([str(path)])
 
 
 @pytest.mark.parametrize(
