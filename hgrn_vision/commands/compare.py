@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms",
         nargs="+",
         metavar="ARM",
-        help="[NAME=]MODEL[,KEY=VALUE...]; keys are constructor arguments or settings of train",
+        help="[NAME=]MODEL[,KEY=VALUE...], or NAME=KEY=VALUE[,...] for the shared model; "
+        "keys are constructor arguments or settings of train",
     )
     parser.add_argument("--seeds", nargs="+", type=int, metavar="S", help="run every arm once per seed (default 0 1 2)")
     parser.add_argument("--output", metavar="STUDY", help="study folder; a study in it is continued")

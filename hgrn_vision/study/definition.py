@@ -10,10 +10,11 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from timm.models import is_model
+from timm.models import is_model, list_models
 
 from ..train import recipes
 from ..train.config import TrainConfig, convert, describe, field_types, from_mapping, read_value, read_yaml
@@ -116,8 +117,15 @@ def _configure(base: TrainConfig, arm: Arm) -> TrainConfig:
     except ValueError as error:
         raise ValueError(f"arm {arm.name!r}: {error}") from error
     if not is_model(config.model) and not config.model.startswith(ELSEWHERE):
-        raise ValueError(f"arm {arm.name!r}: timm has no model {config.model!r}")
+        raise ValueError(f"arm {arm.name!r}: timm has no model {config.model!r}{_hint(arm.name, config.model)}")
     return config
+
+
+def _hint(name: str, model: str) -> str:
+    """For an arm that was meant as an argument, not as a model whose name is mistyped."""
+    if name == model or not name.isidentifier() or get_close_matches(model, list_models(), cutoff=0.8):
+        return ""
+    return f"; an argument of the shared model needs a name before it: NAME={name}={model}"
 
 
 def arm_from_mapping(name: str, given: Mapping[str, Any] | str | None) -> Arm:
@@ -138,7 +146,10 @@ def arm_from_mapping(name: str, given: Mapping[str, Any] | str | None) -> Arm:
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm from the command line: [NAME=]MODEL[,KEY=VALUE...], or [NAME=]KEY=VALUE[,...] for the shared model."""
+    """An arm from the command line: [NAME=]MODEL[,KEY=VALUE...], or NAME=KEY=VALUE[,...] for the shared model.
+
+    A first KEY that is a setting of `train` needs no NAME, unless VALUE is the name of a model: then KEY is the name.
+    """
     # commas inside brackets belong to a value
     first, *items = re.split(r",(?![^\[]*\])", text)
     parts = [part.strip() for part in first.split("=", 2)]

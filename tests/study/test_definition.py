@@ -33,6 +33,9 @@ from hgrn_vision.train.recipes import resolve
         ),
         ("fast=lr=0.01,epochs=3", "fast", {"lr": 0.01, "epochs": 3}),
         ("lr=0.01", "lr=0.01", {"lr": 0.01}),
+        ("narrow=embed_dim=96,lr=0.01", "narrow", {"lr": 0.01, "model_args": {"embed_dim": 96}}),
+        # a model's name makes what comes before it a name, even that of a setting
+        ("teacher=resnet18", "teacher", {"model": "resnet18"}),
     ],
 )
 def test_an_arm_as_typed(text, name, settings):
@@ -72,7 +75,7 @@ def test_what_an_arm_does_not_name_is_equal():
         ({"arms": "hgrn_deit_tiny"}, "arms must be a list"),
         ({"arms": 5}, "arms must be a list or a mapping of names to settings, got 5"),
         ({"arms": {"a": 3, "b": None}}, "arm 'a' must be a model name or a mapping of settings, got 3"),
-        ({"learning_rate": 3}, "unknown setting 'learning_rate'"),
+        ({"learning_rate": 3}, "unknown setting 'learning_rate'; hgrn-vision train --print-config lists them all"),
         ({"photos": ["x"]}, "needs labels"),
         ({"arms": {"a": None}}, "at least two arms, got 1"),
         ({"arms": ["a=lr=0.1", "a=lr=0.2"]}, "two arms are named 'a'"),
@@ -88,6 +91,25 @@ def test_what_an_arm_does_not_name_is_equal():
 def test_studies_that_are_refused(content, words):
     with pytest.raises(ValueError, match=words):
         study_from_mapping({"arms": {"a": None, "b": None}, **content})
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "lower_bound=none",
+            "arm 'lower_bound': timm has no model 'none'; an argument of the shared model needs a name before it: "
+            "NAME=lower_bound=none",
+        ),
+        ("tiny=hgrn_deit_tinny", "arm 'tiny': timm has no model 'hgrn_deit_tinny'"),
+        ("nowhere", "arm 'nowhere': timm has no model 'nowhere'"),
+    ],
+)
+def test_an_argument_without_a_name_is_told_from_a_model(text, message):
+    study = study_from_mapping({"arms": ["hgrn_deit_tiny", text]})
+    with pytest.raises(ValueError) as error:
+        study.configs()
+    assert str(error.value) == message
 
 
 def test_pixel_sequences_need_a_size():
