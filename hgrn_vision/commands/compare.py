@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms",
         nargs="+",
         metavar="ARM",
-        help="[NAME=]MODEL[,KEY=VALUE...]; keys are constructor arguments or settings of train",
+        help="[NAME=]MODEL[,KEY=VALUE...], or NAME=KEY=VALUE[,...] for the shared model; "
+        "keys are constructor arguments or settings of train",
     )
     parser.add_argument("--seeds", nargs="+", type=int, metavar="S", help="run every arm once per seed (default 0 1 2)")
     parser.add_argument("--output", metavar="STUDY", help="study folder; a study in it is continued")
@@ -127,7 +128,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _show_plan(plan: Plan) -> None:
     images, seeds = plan.images, plan.study.seeds
     print(
-        f"{len(plan.arms)} arms, {len(seeds)} seeds ({' '.join(map(str, seeds))}), {images['training']:,} training and "
+        f"{len(plan.arms)} arms, {len(seeds)} seeds ({' '.join(map(str, seeds))}), {plan.training_images} training and "
         f"{images['validation']:,} held-out images of {images['classes']} classes"
     )
     width = max(3, *(len(arm.arm.name) for arm in plan.arms))

@@ -10,13 +10,15 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from timm.models import is_model
+from timm.models import is_model, list_models
 
 from ..train import recipes
 from ..train.config import TrainConfig, convert, describe, field_types, from_mapping, read_value, read_yaml
+from ..train.faults import reason
 
 SETTINGS = {item.name for item in fields(TrainConfig)}
 # settings that decide which images top-1 is measured on, and those that the study itself decides
@@ -35,6 +37,7 @@ SHARED = {
 SHARED |= {"seed", "recipe", "device", "threads", "wandb"}
 ELSEWHERE = ("local-dir:", "hf-hub:")
 SEQUENCE = {"patch_size": 1, "in_chans": 1}
+MOST_MINUTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ class Study:
             raise ValueError(f"sizes must be at least 1 pixel, got {min(self.sizes)}")
         if self.minutes_per_run < 0:
             raise ValueError(f"minutes_per_run must not be negative, got {self.minutes_per_run:g}")
+        # also refuses NaN
+        if not self.minutes_per_run <= MOST_MINUTES:
+            raise ValueError(f"minutes_per_run must be at most {MOST_MINUTES:,}, got {self.minutes_per_run:g}")
 
     def configs(self) -> dict[str, TrainConfig]:
         """The settings of each arm, by name; the seed of a run is filled in later."""
@@ -111,8 +117,15 @@ def _configure(base: TrainConfig, arm: Arm) -> TrainConfig:
     except ValueError as error:
         raise ValueError(f"arm {arm.name!r}: {error}") from error
     if not is_model(config.model) and not config.model.startswith(ELSEWHERE):
-        raise ValueError(f"arm {arm.name!r}: timm has no model {config.model!r}")
+        raise ValueError(f"arm {arm.name!r}: timm has no model {config.model!r}{_hint(arm.name, config.model)}")
     return config
+
+
+def _hint(name: str, model: str) -> str:
+    """For an arm that was meant as an argument, not as a model whose name is mistyped."""
+    if name == model or not name.isidentifier() or get_close_matches(model, list_models(), cutoff=0.8):
+        return ""
+    return f"; an argument of the shared model needs a name before it: NAME={name}={model}"
 
 
 def arm_from_mapping(name: str, given: Mapping[str, Any] | str | None) -> Arm:
@@ -133,7 +146,10 @@ def arm_from_mapping(name: str, given: Mapping[str, Any] | str | None) -> Arm:
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm from the command line: [NAME=]MODEL[,KEY=VALUE...], or [NAME=]KEY=VALUE[,...] for the shared model."""
+    """An arm from the command line: [NAME=]MODEL[,KEY=VALUE...], or NAME=KEY=VALUE[,...] for the shared model.
+
+    A first KEY that is a setting of `train` needs no NAME, unless VALUE is the name of a model: then KEY is the name.
+    """
     # commas inside brackets belong to a value
     first, *items = re.split(r",(?![^\[]*\])", text)
     parts = [part.strip() for part in first.split("=", 2)]
@@ -184,8 +200,8 @@ def study_from_mapping(content: Mapping[str, Any]) -> Study:
     arms = content.pop("arms", None) or ()
     if isinstance(arms, Mapping):
         arms = tuple(arm_from_mapping(name, given) for name, given in arms.items())
-    elif isinstance(arms, str):
-        raise ValueError("arms must be a list or a mapping of names to settings")
+    elif not isinstance(arms, list | tuple):
+        raise ValueError(f"arms must be a list or a mapping of names to settings, got {arms!r}")
     else:
         arms = tuple(arm if isinstance(arm, Arm) else parse_arm(str(arm)) for arm in arms)
     own = {item.name: content.pop(item.name) for item in fields(Study)[2:] if item.name in content}
@@ -217,13 +233,16 @@ def import_modules(modules: Sequence[str]) -> None:
                 _import_file(Path(module))
             else:
                 importlib.import_module(module)
-        except (OSError, ImportError, SyntaxError) as error:
-            raise ValueError(f"cannot import {module}: {error}") from error
+        except Exception as error:
+            raise ValueError(f"cannot import {module}: {reason(error)}") from error
 
 
 def _import_file(path: Path) -> None:
     if path.stem in sys.modules:
-        return
+        loaded = getattr(sys.modules[path.stem], "__file__", None)
+        if loaded and Path(loaded).resolve() == path.resolve():
+            return
+        raise ImportError(f"the name {path.stem!r} is taken by {loaded or 'a part of Python'}; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     # timm's registry looks up the module by name

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -17,6 +17,7 @@ from .definition import Study
 from .statistics import Difference, Spread, paired_difference, spread
 
 RECORD, RUNS, SUMMARY, REPORT = "study.yaml", "study.csv", "summary.csv", "report.html"
+LOCK = ".lock"
 AT = "top1_at_"  # prefix of the columns for other image sizes
 
 
@@ -198,14 +199,14 @@ def check_record(folder: Path, description: Mapping[str, Any]) -> dict[str, Any]
     """The record of the study in a folder; None if there is none yet, ValueError if it is that of another study."""
     path = folder / RECORD
     if not path.exists():
-        if folder.is_dir() and any(folder.iterdir()):
+        if folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no study; give another --output")
         return None
     try:
         record = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(record, dict) or not isinstance(record.get("arms"), dict):
+    if not _is_record(record):
         raise ValueError(f"{path} is not the record of a study; give another --output")
     changes = differences(_flat(record), _flat(description))
     if changes:
@@ -213,6 +214,14 @@ def check_record(folder: Path, description: Mapping[str, Any]) -> dict[str, Any]
             f"{folder} holds another study: {', '.join(changes)}; use the old settings, or give another --output"
         )
     return record
+
+
+def _is_record(content: Any) -> bool:
+    """Whether this is what `describe_study` returns; a study file that the user wrote does not count the images."""
+    if not isinstance(content, dict) or not isinstance(content.get("images"), dict):
+        return False
+    arms = content.get("arms")
+    return isinstance(arms, dict) and all(isinstance(settings, dict) for settings in arms.values())
 
 
 def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,18 +256,40 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def working_on(folder: Path) -> Iterator[None]:
-    """Refuse a second process in the same study, with a lock that the system releases when the first one ends."""
-    with open(folder / RECORD) as record:
-        try:
-            # Windows has no such module
-            import fcntl
+    """Refuse a second process in the same study, with a lock that the system releases when the first one ends.
 
-            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is working on the study in {folder}") from None
-        except (ImportError, OSError):
-            pass
-        yield
+    The lock is on a file of its own, because the others are replaced when they change. A folder in which no study was
+    begun is left as it was.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    with open(path, "a") as file:
+        # a process that began no study may have removed the file just now
+        if not _lock(file) or not path.exists():
+            raise ValueError(f"another process is working on the study in {folder}")
+        try:
+            yield
+        finally:
+            if not (folder / RECORD).exists():
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    if is_new:
+                        folder.rmdir()
+
+
+def _lock(file: IO) -> bool:
+    """Whether the file is now locked; True on systems without such locks."""
+    try:
+        # Windows has no such module
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from ..data.splits import Split, Stream, open_splits, steps_per_epoch
 from ..train.build import build_model, data_spec
 from ..train.config import TrainConfig
 from ..train.cost import count_parameters, multiply_adds
+from ..train.faults import reason
 from .definition import Arm, Study, import_modules
 from .step_time import fit_minutes
 
@@ -49,12 +50,23 @@ class Plan:
 
     study: Study
     arms: list[ArmPlan]
-    images: dict[str, int]
+    images: dict[str, Any]  # counts of training, validation and classes; training by arm if it differs
 
     @property
     def runs(self) -> list[tuple[ArmPlan, int]]:
         """Arm and seed, in the order in which they run: all arms with one seed, then the next seed."""
         return [(arm, seed) for seed in self.study.seeds for arm in self.arms]
+
+    @property
+    def training_images(self) -> str:
+        """The number of training images as text, with the names of the arms if it differs."""
+        counts = self.images["training"]
+        if isinstance(counts, int):
+            return f"{counts:,}"
+        arms: dict[int, list[str]] = {}
+        for name, count in counts.items():
+            arms.setdefault(count, []).append(name)
+        return " or ".join(f"{count:,} ({', '.join(names)})" for count, names in arms.items())
 
     @property
     def unequal_pixels(self) -> str:
@@ -79,18 +91,20 @@ def make_plan(study: Study) -> Plan:
     if study.minutes_per_run and any(config.first_sizes for config in configs.values()):
         raise ValueError("first_sizes counts epochs, whose number --minutes-per-run changes: use one or the other")
     opened: dict[str, tuple[Split | Stream, Split | Stream]] = {}
-    arms = []
+    arms, training = [], {}
     for arm in study.arms:
         config = configs[arm.name]
         # train_split is the only setting of the images that may differ between arms
         if config.train_split not in opened:
             opened[config.train_split] = open_splits(config)
         train, validation = opened[config.train_split]
+        training[arm.name] = len(train)
         try:
             arms.append(_plan_arm(arm, config, train))
         except ValueError as error:
             raise ValueError(f"arm {arm.name!r}: {error}") from error
-    images: dict[str, Any] = {"training": len(train), "validation": len(validation), "classes": len(train.class_names)}
+    counts = len(train) if len(set(training.values())) == 1 else training
+    images = {"training": counts, "validation": len(validation), "classes": len(train.class_names)}
     return Plan(study, arms, images)
 
 
@@ -104,12 +118,11 @@ def _plan_arm(arm: Arm, config: TrainConfig, train: Split | Stream) -> ArmPlan:
 def _cost(model: nn.Module, size: tuple[int, int, int]) -> float:
     try:
         return float(multiply_adds(model, size))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError):
+    except Exception:
         # some models do not run on the meta device; one that runs on zeros is good enough
         try:
             with torch.no_grad():
                 model.eval()(torch.zeros(1, *size))
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"the model cannot take images of {size[1]}x{size[2]} pixels: {reason}") from error
+        except Exception as error:
+            raise ValueError(f"the model cannot take images of {size[1]}x{size[2]} pixels: {reason(error)}") from error
         return math.nan

@@ -157,7 +157,7 @@ def _notes(plan: Plan, results: Sequence[RunResult], summaries: Sequence[ArmSumm
     images = plan.images
     notes = [
         f"Top-1 is measured on {images['validation']:,} held-out images of {images['classes']} classes, after training "
-        f"on {images['training']:,} others. The best epoch is chosen on the held-out images themselves, which flatters "
+        f"on {plan.training_images} others. The best epoch is chosen on the held-out images themselves, which flatters "
         "every arm; the sentences above are about the last epoch, where nothing is chosen."
     ]
     total = len(plan.runs)

@@ -80,10 +80,10 @@ def run_study(
     """
     observer = observer or StudyObserver()
     about = {"command": command, **versions()}
-    plan, about = _open(plan, output, about, observer)
-    if plan is None:
-        return StudyOutcome(False, output, [])
     with working_on(output):
+        plan, about = _open(plan, output, about, observer)
+        if plan is None:
+            return StudyOutcome(False, output, [])
         return _run_all(plan, output, command, about, observer, details)
 
 
@@ -125,18 +125,19 @@ def _open(
     configs = {arm.arm.name: arm.config for arm in plan.arms}
     description = describe_study(plan.study, configs, plan.images)
     record = check_record(output, description)
+    new = record is None
+    record = {**description, "about": about} if new else record
     minutes = plan.study.minutes_per_run
-    if record is None:
-        record = {**description, "about": about}
-        if minutes:
+    if minutes:
+        if new:
             observer.timing(plan)
             record["seconds_per_step"] = time_steps(configs)
             if record["seconds_per_step"] is None:
                 return None, about
-        write_record(output, record)
-    if minutes:
         pace = record["seconds_per_step"]
         plan = replace(plan, arms=[arm.fitted(minutes, pace[arm.arm.name]) for arm in plan.arms])
+    if new:
+        write_record(output, record)
     return plan, record.get("about", about)
 
 

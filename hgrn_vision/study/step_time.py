@@ -67,21 +67,26 @@ def time_steps(configs: Mapping[str, TrainConfig], seconds: float = SECONDS) -> 
 def fit_minutes(config: TrainConfig, minutes: float, seconds_per_step: float, steps: int) -> TrainConfig:
     """The config with as many steps as fit into `minutes`, its schedule stretched or shrunk accordingly.
 
-    The number of epochs stays the same and each gets its share of the steps, unless that is more than `steps` (then
-    there are more) or less than one (then there are fewer). Warm-up keeps its share of all steps, and the learning rate
-    ends at the same value.
+    Each epoch gets its share of the steps. If that is more than `steps`, there are more epochs; if it is less than one
+    step, fewer. From there their number moves as far as it has to, at most by a factor of two, for all but half a
+    percent of the steps to be used, or as many as possible; fewer than an epoch has are left over. Warm-up keeps its
+    share of all steps, and the learning rate ends at the same value.
 
     Args:
         config: settings with the number of epochs for equal steps.
         minutes: time for training, without evaluation.
         seconds_per_step: as measured.
-        steps: steps in an epoch over all images.
+        steps: largest number of steps in an epoch.
     """
     total = max(1, int(60 * minutes / seconds_per_step))
-    epochs = max(min(config.epochs, total), math.ceil(total / steps))
+    wanted = max(min(config.epochs, total), math.ceil(total / steps))
+    share = total / wanted
+    lengths = range(math.ceil(0.5 * share), min(steps, int(1.5 * share)) + 1)
+    length = min(lengths, key=lambda length: (max(total % length, total // 200), abs(total // length - wanted)))
+    epochs = total // length
     return replace(
         config,
         epochs=epochs,
-        epoch_steps=total // epochs,
+        epoch_steps=length,
         warmup_epochs=config.warmup_epochs * epochs / config.epochs,
     )

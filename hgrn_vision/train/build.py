@@ -23,6 +23,7 @@ from ..weights import checkpoint_filter_fn
 from .checkpoint import Checkpoint
 from .config import TrainConfig, from_mapping
 from .distillation import DistillationTask
+from .faults import reason
 from .teachers import Teacher, open_teacher
 
 _newton_schulz = muon.zeropower_via_newtonschulz
@@ -40,8 +41,11 @@ def build_model(config: TrainConfig, num_classes: int, pretrained: bool = False)
         arguments["img_size"] = config.img_size
     try:
         model = _create(config.model, num_classes, pretrained, arguments)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ValueError(f"cannot create model {config.model}: {str(error).splitlines()[0]}") from error
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:
+        # constructors fail in any way with arguments that they do not expect
+        raise ValueError(f"cannot create model {config.model}: {reason(error)}") from error
     if config.grad_checkpointing:
         model.set_grad_checkpointing(True)
     freeze(model, config.freeze)

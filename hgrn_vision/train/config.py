@@ -215,7 +215,7 @@ def describe(annotation: Any) -> tuple[Any, Any, bool]:
 def convert(name: str, value: Any) -> Any:
     """`value`, from YAML or JSON, as the type of field `name`."""
     if name not in field_types():
-        raise ValueError(f"unknown setting {name!r}; --print-config lists them all")
+        raise ValueError(f"unknown setting {name!r}; hgrn-vision train --print-config lists them all")
     base, arguments, optional = describe(field_types()[name])
     if value is None and optional:
         return None

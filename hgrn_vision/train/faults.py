@@ -1,4 +1,4 @@
-"""What can go wrong in the middle of a run: signals, divergence, memory."""
+"""What can go wrong in a run: signals, divergence, memory, and how errors are put into one line."""
 
 import signal
 import threading
@@ -69,3 +69,12 @@ def smaller_micro_batch(config: TrainConfig, ranks: int) -> int | None:
         if size % 2 == 0 and config.batch_size % (size * ranks) == 0:
             return size
     return None
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error's message, after its type where the message says little without it."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    # the message of a KeyError is only the key
+    return f"{type(error).__name__}: {lines[0]}" if isinstance(error, KeyError) else lines[0]

@@ -1,5 +1,6 @@
 """Studies: what an arm is, what arms share, what is refused."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,9 @@ from hgrn_vision.train.recipes import resolve
         ),
         ("fast=lr=0.01,epochs=3", "fast", {"lr": 0.01, "epochs": 3}),
         ("lr=0.01", "lr=0.01", {"lr": 0.01}),
+        ("narrow=embed_dim=96,lr=0.01", "narrow", {"lr": 0.01, "model_args": {"embed_dim": 96}}),
+        # a model's name makes what comes before it a name, even that of a setting
+        ("teacher=resnet18", "teacher", {"model": "resnet18"}),
     ],
 )
 def test_an_arm_as_typed(text, name, settings):
@@ -69,8 +73,9 @@ def test_what_an_arm_does_not_name_is_equal():
         ({"seed": 3}, "give --seeds instead"),
         ({"minutes_per_run": "long"}, "must be a number"),
         ({"arms": "hgrn_deit_tiny"}, "arms must be a list"),
+        ({"arms": 5}, "arms must be a list or a mapping of names to settings, got 5"),
         ({"arms": {"a": 3, "b": None}}, "arm 'a' must be a model name or a mapping of settings, got 3"),
-        ({"learning_rate": 3}, "unknown setting 'learning_rate'"),
+        ({"learning_rate": 3}, "unknown setting 'learning_rate'; hgrn-vision train --print-config lists them all"),
         ({"photos": ["x"]}, "needs labels"),
         ({"arms": {"a": None}}, "at least two arms, got 1"),
         ({"arms": ["a=lr=0.1", "a=lr=0.2"]}, "two arms are named 'a'"),
@@ -78,11 +83,33 @@ def test_what_an_arm_does_not_name_is_equal():
         ({"arms": {"a": {"threads": 1}, "b": None}}, "arm 'a' cannot have its own threads"),
         ({"seeds": [1, 2, 1]}, "two seeds are 1"),
         ({"minutes_per_run": -1}, "must not be negative, got -1"),
+        ({"minutes_per_run": float("inf")}, "minutes_per_run must be at most 1,000,000, got inf"),
+        ({"minutes_per_run": float("nan")}, "minutes_per_run must be at most 1,000,000, got nan"),
+        ({"minutes_per_run": 1e308}, "minutes_per_run must be at most 1,000,000, got 1e.308"),
     ],
 )
 def test_studies_that_are_refused(content, words):
     with pytest.raises(ValueError, match=words):
         study_from_mapping({"arms": {"a": None, "b": None}, **content})
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "lower_bound=none",
+            "arm 'lower_bound': timm has no model 'none'; an argument of the shared model needs a name before it: "
+            "NAME=lower_bound=none",
+        ),
+        ("tiny=hgrn_deit_tinny", "arm 'tiny': timm has no model 'hgrn_deit_tinny'"),
+        ("nowhere", "arm 'nowhere': timm has no model 'nowhere'"),
+    ],
+)
+def test_an_argument_without_a_name_is_told_from_a_model(text, message):
+    study = study_from_mapping({"arms": ["hgrn_deit_tiny", text]})
+    with pytest.raises(ValueError) as error:
+        study.configs()
+    assert str(error.value) == message
 
 
 def test_pixel_sequences_need_a_size():
@@ -105,8 +132,38 @@ def test_models_of_ones_own(tmp_path):
         study.configs()
     import_modules(study.modules)
     assert study.configs()["a"].model == "my_resnet"
-    (tmp_path / "broken_models_of_a_test.py").write_text("def (")
+
+
+def test_files_of_the_same_name_are_told_apart(tmp_path, monkeypatch):
+    one, two, token = (tmp_path / name for name in ("one/twins_of_a_test.py", "two/twins_of_a_test.py", "one/token.py"))
+    for path in (one, two, token):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    import_modules([str(one)])
+    loaded = sys.modules["twins_of_a_test"]
+    monkeypatch.chdir(tmp_path)
+    import_modules(["one/twins_of_a_test.py", "token", "math"])
+    assert sys.modules["twins_of_a_test"] is loaded
+    for path, owner in ((two, one), (token, ".*/token.py"), ("sys.py", "a part of Python")):
+        with pytest.raises(
+            ValueError, match=f"^cannot import {path}: the name '.*' is taken by {owner}; rename the file"
+        ):
+            import_modules([str(path)])
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def (", "invalid syntax"),
+        ("nn.Linear", "name 'nn' is not defined"),
+        ("{}['missing']", "KeyError: 'missing'"),
+        ("1 / 0", "division by zero"),
+        ("raise RuntimeError", "RuntimeError"),
+    ],
+)
+def test_modules_that_cannot_be_imported(tmp_path, text, words):
+    (tmp_path / "broken_models_of_a_test.py").write_text(text)
     # a file that was mended is read again
     for _ in range(2):
-        with pytest.raises(ValueError, match="cannot import"):
+        with pytest.raises(ValueError, match=f"cannot import .*broken_models_of_a_test.py: .*{words}"):
             import_modules([str(tmp_path / "broken_models_of_a_test.py")])

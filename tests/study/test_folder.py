@@ -91,6 +91,15 @@ def test_machine_settings_may_change_and_recipes_may_not(tmp_path):
         check_record(tmp_path, {**description(), "images": {"training": 11}})
 
 
+@pytest.mark.parametrize("arms", ["{a: hgrn_deit_tiny, b: {lr: 0.1}}", "{a: {lr: 0.1}, b: {lr: 0.2}}", "[a, b]", "5"])
+def test_a_study_file_of_ones_own_is_no_record(tmp_path, arms):
+    (tmp_path / "study.yaml").write_text(f"arms: {arms}\n")
+    study = study_from_mapping({"arms": {"a": None, "b": {"lr": 0.1}}})
+    with pytest.raises(ValueError, match="study.yaml is not the record of a study; give another --output"):
+        check_record(tmp_path, describe_study(study, study.configs(), {"training": 10}))
+    assert (tmp_path / "study.yaml").read_text() == f"arms: {arms}\n"
+
+
 def test_seeds_that_diverged_in_the_first_arm_are_no_pairs():
     results = [result("a", 0, 50.0), result("a", 1, 10.0, "diverged"), result("b", 0, 60.0), result("b", 1, 61.0)]
     other = summarise(results, ["a", "b"], [])[1]

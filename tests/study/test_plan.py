@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from image_data import tree
 from timm.models import register_model
 from torch import nn
 from training import SMALL
@@ -19,6 +20,18 @@ def test_all_arms_run_with_one_seed_before_the_next():
     assert [(arm.arm.name, seed) for arm, seed in plan.runs] == [("a", 4), ("b", 4), ("a", 1), ("b", 1)]
     assert [arm.steps for arm in plan.arms] == [6, 6] and plan.arms[1].config.lr == 0.5
     assert plan.images == {"training": 1438, "validation": 359, "classes": 10}
+
+
+def test_training_images_are_counted_for_each_arm(tmp_path):
+    for split, images in (("train", 8), ("few", 4), ("val", 2)):
+        tree(tmp_path / split, a=images, b=images)
+    arms = {"all": None, "few": {"train_split": "few"}, "again": {"lr": 0.5}}
+    content = {**CONTENT, "data": str(tmp_path), "batch_size": 2, "micro_batch": 2, "img_size": 8}
+    plan = make_plan(study_from_mapping({**content, "arms": arms}))
+    assert plan.images == {"training": {"all": 16, "few": 8, "again": 16}, "validation": 4, "classes": 2}
+    assert plan.training_images == "16 (all, again) or 8 (few)"
+    plan = make_plan(study_from_mapping({**content, "arms": ARMS}))
+    assert plan.images["training"] == 16 and plan.training_images == "16"
 
 
 def test_a_plan_says_where_arms_normalize_pixels_differently():
@@ -44,6 +57,8 @@ def picky_model_of_a_test(pretrained=False, **kwargs):
         num_classes, pretrained_cfg = 10, {"input_size": (3, 8, 8)}
 
         def forward(self, x):
+            if x.shape[-1] == 16:
+                raise ZeroDivisionError("division by zero")
             if x.shape[-1] != 8:
                 raise RuntimeError("8 pixels, please\nand no more")
             return x.new_zeros(len(x), int(x.sum().item()) + 10)
@@ -58,7 +73,7 @@ def test_a_model_that_cannot_be_counted_has_to_run():
     arms = {"ours": None, "picky": {"model": "picky_model_of_a_test", **dict.fromkeys(SMALL)}}
     plan = make_plan(study_from_mapping({**CONTENT, "arms": arms, "img_size": 8}))
     assert plan.arms[0].multiply_adds > 0 and math.isnan(plan.arms[1].multiply_adds)
-    with pytest.raises(
-        ValueError, match="^arm 'picky': the model cannot take images of 12x12 pixels: 8 pixels, please$"
-    ):
-        make_plan(study_from_mapping({**CONTENT, "arms": arms, "img_size": 12}))
+    for side, reason in ((12, "8 pixels, please"), (16, "division by zero")):
+        words = f"^arm 'picky': the model cannot take images of {side}x{side} pixels: {reason}$"
+        with pytest.raises(ValueError, match=words):
+            make_plan(study_from_mapping({**CONTENT, "arms": arms, "img_size": side}))

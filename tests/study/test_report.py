@@ -29,7 +29,7 @@ def run(arm, seed, top1, status="finished"):
     return RunResult(arm, seed, status, "m", top1_last=top1, top1_best=top1 + 1, folder=f"{arm}/seed{seed}", **numbers)
 
 
-def told(monkeypatch, minutes=0.0, sequence=False, other=SPEC):
+def told(monkeypatch, minutes=0.0, sequence=False, other=SPEC, training=1000):
     """What the page is given for a study of two arms, of which one run diverged and one is still to come."""
     study = Study({}, (Arm("a b"), Arm("c")), seeds=(0, 1), minutes_per_run=minutes, sequence=sequence)
     config = digits(epochs=2, batch_size=64)
@@ -37,7 +37,7 @@ def told(monkeypatch, minutes=0.0, sequence=False, other=SPEC):
         ArmPlan(study.arms[0], config, 2, 5, 7.0, SPEC),
         ArmPlan(study.arms[1], replace(config, lr=1.0, batch_size=32), 2, 5, 7.0, other),
     ]
-    plan = Plan(study, arms, {"training": 1000, "validation": 200, "classes": 10})
+    plan = Plan(study, arms, {"training": training, "validation": 200, "classes": 10})
     results = [run("a b", 0, 50.0), run("c", 0, 60.0), run("a b", 1, 1.0, "diverged")]
     log = [
         {"step": "2", "images_per_second": "1", "val_top1": "40"},
@@ -90,3 +90,9 @@ def test_the_page_says_how_the_pixels_are_read(monkeypatch):
     plain, pixels, unequal = notes(), notes(sequence=True), notes(other=SPEC._replace(mean=(0.4,) * 3))
     assert "read pixel by pixel" in pixels and "read pixel by pixel" not in plain
     assert "normalized" in unequal and "normalized" not in plain
+
+
+def test_the_page_counts_the_training_images_of_each_arm(monkeypatch):
+    assert "after training on 1,000 others." in told(monkeypatch).notes[0]
+    unequal = told(monkeypatch, training={"a b": 1000, "c": 500})
+    assert "after training on 1,000 (a b) or 500 (c) others." in unequal.notes[0]

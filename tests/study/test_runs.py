@@ -52,8 +52,8 @@ def test_a_run_that_diverges_is_a_result(tmp_path, no_reports):
     assert "wild: no run has finished. 1 of 1 runs diverged" in page and "the command" in page
     # a second process is refused while the first works
     fcntl = pytest.importorskip("fcntl")
-    with open(tmp_path / "study" / "study.yaml") as record:
-        fcntl.flock(record, fcntl.LOCK_EX)
+    with open(tmp_path / "study" / ".lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="another process is working on the study"):
             run_study(plan, tmp_path / "study", "")
     # what diverged is not tried again
@@ -101,6 +101,58 @@ def test_a_stop_while_steps_are_timed_leaves_no_study(tmp_path, monkeypatch):
     content = {**QUICK, "recipe": "digits", "arms": {"a": None, "b": {"depth": 1}}, "minutes_per_run": 1}
     assert not run_study(make_plan(study_from_mapping(content)), tmp_path / "study", "").finished
     assert not (tmp_path / "study").exists()
+
+
+def test_a_study_is_recorded_once_its_runs_are_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "time_steps", lambda configs: {"a": 0.5, "b": 0.0})
+    content = {**QUICK, "recipe": "digits", "arms": {"a": None, "b": {"depth": 1}}, "minutes_per_run": 1}
+    with pytest.raises(ZeroDivisionError):
+        run_study(make_plan(study_from_mapping(content)), tmp_path / "study", "")
+    assert not (tmp_path / "study" / "study.yaml").exists()
+
+
+def timed_study():
+    content = {**QUICK, "recipe": "digits", "arms": {"a": None, "b": {"depth": 1}}, "minutes_per_run": 1}
+    return make_plan(study_from_mapping(content))
+
+
+def test_a_second_process_is_refused_from_the_first_step_on(tmp_path, monkeypatch):
+    pytest.importorskip("fcntl")
+    plan, folder, seen = timed_study(), tmp_path / "study", []
+
+    def second(*_):
+        with pytest.raises(ValueError, match="another process is working on the study in .*study$"):
+            run_study(plan, folder, "")
+        seen.append(sorted(path.name for path in folder.iterdir()))
+
+    def time_steps(configs):
+        second()
+        return {"a": 60.0, "b": 60.0}
+
+    monkeypatch.setattr(runs, "time_steps", time_steps)
+    # study.yaml is replaced in between, the lock is not
+    monkeypatch.setattr(runs, "_run_all", second)
+    run_study(plan, folder, "")
+    assert seen == [[".lock"], [".lock", "study.yaml"]]
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "time_steps", lambda configs: {"a": 60.0, "b": 60.0})
+    monkeypatch.setattr(runs, "_run_all", lambda *_: "runs")
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / ".lock").touch()
+    assert run_study(timed_study(), tmp_path / "study", "") == "runs"
+
+
+def test_a_folder_in_which_no_study_began_is_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "time_steps", lambda configs: None)
+    (tmp_path / "empty").mkdir()
+    assert not run_study(timed_study(), tmp_path / "empty", "").finished
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "note.txt").touch()
+    with pytest.raises(ValueError, match="is not empty and holds no study"):
+        run_study(timed_study(), tmp_path / "mine", "")
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "empty", tmp_path / "mine", tmp_path / "mine" / "note.txt"]
 
 
 def test_a_size_that_a_model_cannot_take_has_no_point(tmp_path, monkeypatch, no_reports):

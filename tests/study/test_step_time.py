@@ -15,7 +15,7 @@ from hgrn_vision.train.run import train
     "seconds, epochs, epoch_steps",
     [
         (0.6, 10, 10),  # 100 steps: the 10 epochs of before, 10 steps each
-        (0.1, 14, 42),  # 600 steps, at most 44 in an epoch
+        (0.1, 15, 40),  # 600 steps, at most 44 in an epoch
         (20.0, 3, 1),  # 3 steps
         (90.0, 1, 1),  # at least one
     ],
@@ -25,6 +25,38 @@ def test_the_schedule_fits_the_minutes(seconds, epochs, epoch_steps):
     assert (fitted.epochs, fitted.epoch_steps) == (epochs, epoch_steps)
     # the same share of the schedule
     assert fitted.warmup_epochs / fitted.epochs == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "seconds, epochs, epoch_steps",
+    [
+        (0.50, 300, 2),  # 600 steps
+        (0.51, 294, 2),  # 588 steps
+        (0.26, 288, 4),  # 1,153 steps, a prime number
+    ],
+)
+def test_a_slightly_slower_step_costs_few_steps(seconds, epochs, epoch_steps):
+    fitted = fit_minutes(digits(epochs=300, epoch_steps=None), 5.0, seconds, 600)
+    assert (fitted.epochs, fitted.epoch_steps) == (epochs, epoch_steps)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 10, 18, 300])
+@pytest.mark.parametrize("steps", [1, 2, 7, 44, 600])
+def test_the_minutes_are_used_up_at_any_pace(epochs, steps):
+    config = digits(epochs=epochs, epoch_steps=None, warmup_epochs=0.1 * epochs)
+    for fit in [*range(1, 150), *range(150, 40_000, 997)]:
+        fitted = fit_minutes(config, 1.0, 60 / (fit + 0.5), steps)
+        planned = fitted.epochs * fitted.epoch_steps
+        assert 1 <= fitted.epoch_steps <= steps and fit - fitted.epoch_steps < planned <= fit
+        assert planned >= 0.9 * fit or fit < 20
+        # about as many epochs as before, if the images provide the steps
+        assert fitted.epochs <= 2 * max(epochs, -(-fit // steps)) and fitted.epochs >= min(0.6 * epochs, fit)
+        assert fitted.warmup_epochs / fitted.epochs == pytest.approx(0.1)
+
+
+def test_more_minutes_than_anyone_has_are_planned_at_once():
+    fitted = fit_minutes(digits(epochs=300, epoch_steps=None), 1e6, 1e-3, 600)
+    assert 60e9 - 600 < fitted.epochs * fitted.epoch_steps <= 60e9
 
 
 def test_steps_are_timed_in_turn(monkeypatch):

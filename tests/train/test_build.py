@@ -116,6 +116,24 @@ def test_a_convolutional_model_needs_no_image_size():
     assert losses[0] > 0
 
 
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (ZeroDivisionError("division by zero"), "division by zero"),
+        (KeyError("missing"), "KeyError: 'missing'"),
+        (AttributeError("no such part"), "no such part"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_whatever_a_model_raises_is_one_line(monkeypatch, error, words):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(timm, "create_model", fail)
+    with pytest.raises(ValueError, match=f"^cannot create model hgrn_deit_tiny: {words}$"):
+        build_model(digits(), 10)
+
+
 def test_a_teacher_of_other_classes_is_refused(teacher):
     config = digits(teacher=teacher)
     student = build_model(config, 7)
