@@ -30,6 +30,7 @@ from ..kernels import cpu_block
 from ..report.speed import speed_chart
 from ..report.style import to_png
 from ..study.definition import parse_arm
+from ..train.distributed import choose_device
 from ..train.memory import keep_freed_memory
 from ._console import check_free, open_output
 
@@ -98,16 +99,17 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     table, chart = args.output / "bench.csv", args.output / "bench.png"
     check_free([table, chart], args.force)
-    device, dtype = torch.device(_device(args)), getattr(torch, args.dtype)
+    device, dtype = choose_device(_device(args)), getattr(torch, args.dtype)
     if args.threads:
         torch.set_num_threads(args.threads)
     if device.type == "cpu":
         keep_freed_memory()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"{where}, {args.dtype}, {_engine(args, device, dtype)}, best of interleaved runs", flush=True)
-    print(f"{'':36}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
+        _try_models(settings, device, dtype, Path(folder) if args.runtime == "onnxruntime" else None)
+        print(f"{where}, {args.dtype}, {_engine(args, device, dtype)}, best of interleaved runs", flush=True)
+        print(f"{'':36}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
         for setting in tqdm(settings, disable=not sys.stderr.isatty(), unit="line"):
             if args.runtime == "torch":
                 rows.append(measure(*setting, device, dtype, args.seconds))
@@ -175,6 +177,36 @@ def _engine(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
     import onnxruntime
 
     return f"onnxruntime {onnxruntime.__version__}"
+
+
+def _try_models(
+    settings: list[tuple[str, str, str, int, int]], device: torch.device, dtype: torch.dtype, folder: Path | None
+) -> None:
+    """Run each model once at each size, so that one that cannot run is refused before anything is measured.
+
+    Args:
+        settings: what will be measured.
+        device: where the models run.
+        dtype: that of their weights.
+        folder: for the ONNX files that will be measured; None if PyTorch runs the models.
+    """
+    tries = dict.fromkeys(
+        # a second image, since batch norm may refuse to train on one
+        (name, size, task == "training", min(batch, 2) if task == "training" else 1)
+        for *pair, task, size, batch in settings
+        for name in pair
+    )
+    for name, size, training, batch in tqdm(tries, "trying", disable=not sys.stderr.isatty(), leave=False):
+        try:
+            model = _create(name, size).to(device=device, dtype=dtype).train(training)
+            with torch.no_grad():
+                model(torch.randn(batch, 3, size, size, device=device, dtype=dtype))
+            if folder:
+                _onnx_file(name, size, folder)
+        # constructors and exporters raise all sorts of errors
+        except Exception as error:
+            reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{name} cannot run at {size} pixels: {reason}") from error
 
 
 def measure(name: str, peer: str, task: str, size: int, batch: int, device, dtype, seconds: float) -> Row:
@@ -248,7 +280,7 @@ def _create(name: str, size: int, **more: Any) -> nn.Module:
     except TypeError as error:
         # models that work at any size need no such argument
         if "'img_size'" not in str(error):
-            raise ValueError(f"{name}: {error}") from error
+            raise
         return timm.create_model(model, **arguments, **more)
 
 

@@ -85,6 +85,68 @@ def test_models_that_cannot_be_made(tmp_path, capsys, name, message):
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sizes", "32", "8"], "bench: deit_tiny_patch16_224 cannot run at 8 pixels: Calculated padded input size"),
+        (
+            ["--models", "hgrn_deit_tiny_patch16_224", "hgrn_deit_tiny_patch16_224,embed_dim=-4"],
+            "hgrn_deit_tiny_patch16_224,embed_dim=-4 cannot run at 32 pixels: Trying to create tensor with negative",
+        ),
+        (["--peers", "deit_tiny_patch16_224,num_heads=5"], "deit_tiny_patch16_224,num_heads=5 cannot run at 32 pixels"),
+        # batch norm in training sees one value per channel
+        (
+            ["--peers", "resnet10t", "--tasks", "training", "--batch", "1"],
+            "resnet10t cannot run at 32 pixels: Expected more than 1",
+        ),
+        (["--device", "foo"], "device 'foo' cannot be used: Expected one of cpu, cuda"),
+        (["--output", "file"], "file is not a folder; choose another output folder"),
+        (["--output", "file/bench"], "file is not a folder; choose another output folder"),
+    ],
+)
+def test_nothing_is_measured_if_a_line_could_not_be(tmp_path, capsys, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(bench, "best_times", lambda *args: pytest.fail("measured"))
+    argv = ["bench", *PAIR, "--sizes", "32", "--tasks", "latency", "inference", "--output", "new"]
+    assert cli.main([*argv, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_files_for_onnxruntime_are_written_before_anything_is_measured(small_models, tmp_path, capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no such operator\nmore")
+
+    monkeypatch.setattr(bench, "onnx_export", refuse)
+    monkeypatch.setattr(bench, "best_times", lambda *args: pytest.fail("measured"))
+    argv = ["bench", *PAIR, "--runtime", "onnxruntime", "--sizes", "16", "--output", str(tmp_path / "new")]
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error == "hgrn-vision bench: deit_tiny_patch16_224 cannot run at 16 pixels: no such operator\n"
+    assert not (tmp_path / "new").exists()
+
+
+def test_models_are_tried_once_at_each_size_as_they_will_run(small_models, tmp_path, monkeypatch):
+    tried, create = [], bench._create
+
+    def create_and_watch(name, size):
+        model = create(name, size)
+        model.register_forward_pre_hook(
+            lambda model, args: tried.append((name.partition("_")[0], *args[0].shape[::3], model.training))
+        )
+        return model
+
+    monkeypatch.setattr(bench, "_create", create_and_watch)
+    monkeypatch.setattr(bench, "measure", lambda *args: pytest.fail(f"measured {tried}"))
+    argv = ["bench", *PAIR, "--sizes", "16", "32", "--batch", "4", "1", "--output", str(tmp_path)]
+    with pytest.raises(pytest.fail.Exception):
+        cli.main(argv)
+    shapes = [(1, 16, False), (1, 32, False), (2, 16, True), (1, 32, True)]
+    assert tried == [(name, *shape) for shape in shapes for name in ("hgrn", "deit")]
+
+
 def test_onnxruntime_runs_files_of_both(small_models, tmp_path, capsys, monkeypatch):
     files, options = [], []
 
