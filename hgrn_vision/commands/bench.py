@@ -5,6 +5,7 @@ import csv
 import ctypes
 import itertools
 import math
+import re
 import sys
 import tempfile
 import time
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "hgrn-vision bench --sizes 224 384 --output runs/bench"
 MODELS = ["hgrn_deit_tiny_patch16_224", "hgrn_deit_small_patch16_224"]
-PEERS = ["deit_tiny_patch16_224", "deit_small_patch16_224"]
 RUNTIMES = {"torch": ("inference", "latency", "training"), "onnxruntime": ("inference", "latency")}  # and their tasks
 COLUMNS = {"task": 10, "size": 6, "batch": 6, "images/s": 10, "peer": 8, "ratio": 7, "share": 7, "MB": 7, "peer MB": 9}
 Step = Callable[[], object]
@@ -69,7 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models", nargs="+", metavar="NAME", default=MODELS, help="models to measure: NAME or NAME,local_conv=3"
     )
-    parser.add_argument("--peers", nargs="+", metavar="NAME", default=PEERS, help="the timm model to compare each with")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        metavar="NAME",
+        help="a model to compare each with, or one for all [DeiT of the same size]",
+    )
     parser.add_argument(
         "--sizes", nargs="+", type=int, metavar="PIXELS", default=[224, 384, 512, 768, 1024], help="image sides"
     )
@@ -109,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         _try_models(settings, device, dtype, Path(folder) if args.runtime == "onnxruntime" else None)
         print(f"{where}, {args.dtype}, {_engine(args, device, dtype)}, best of interleaved runs", flush=True)
-        print(f"{'':36}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
+        print(f"{'':36}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()) + "  compared with")
         for setting in tqdm(settings, disable=not sys.stderr.isatty(), unit="line"):
             if args.runtime == "torch":
                 rows.append(measure(*setting, device, dtype, args.seconds))
@@ -125,13 +130,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
-    for name in (*args.models, *args.peers):
+    peers = args.peers or [_default_peer(name) for name in args.models]
+    for name in (*args.models, *peers):
         _parse(name)
-    peers = args.peers * len(args.models) if len(args.peers) == 1 else args.peers[: len(args.models)]
-    if len(peers) < len(args.models):
-        raise ValueError(
-            f"{len(args.models)} models need {len(args.models)} --peers, or one for all; got {len(args.peers)}"
-        )
+    if len(peers) not in (1, len(args.models)):
+        raise ValueError(f"got {len(peers)} --peers for {len(args.models)} --models; give one for each, or one for all")
+    peers = peers * len(args.models) if len(peers) == 1 else peers
     if min(args.sizes) < 1 or args.seconds <= 0 or (args.threads or 1) < 1:
         raise ValueError("--sizes, --seconds and --threads must be positive")
     if args.runtime == "onnxruntime":
@@ -164,6 +168,14 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
     if settings:
         raise ValueError(f"{text}: {min(settings)} is a training setting, not a constructor argument of the model")
     return name, arguments
+
+
+def _default_peer(text: str) -> str:
+    """timm's DeiT of a model's size."""
+    size = re.match(r"hgrn.*_(tiny|small|base)", _parse(text)[0])
+    if not size:
+        raise ValueError(f"{text} has no DeiT to compare with; name its peer with --peers")
+    return f"deit_{size[1]}_patch16_224"
 
 
 def _device(args: argparse.Namespace) -> str:
@@ -406,7 +418,8 @@ def _line(row: Row) -> str:
     cells = [row.task, row.size, row.batch, f"{row.images_per_second:.1f}", f"{row.peer_images_per_second:.1f}"]
     share = "-" if math.isnan(row.share_of_matmuls) else f"{row.share_of_matmuls:.0%}"
     cells += [f"{row.ratio:.2f}x", share, f"{row.memory_mb:.0f}", f"{row.peer_memory_mb:.0f}"]
-    return f"{row.model:36}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
+    figures = "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
+    return f"{row.model:36}{figures}  {row.peer}"
 
 
 def _write_table(path: Path, rows: list[Row]) -> None:

@@ -52,6 +52,7 @@ def test_table_and_chart(small_models, tmp_path, capsys, monkeypatch):
         )
         assert row["runtime"] == "torch" and float(row["share_of_matmuls"]) > 0
     assert printed.count("hgrn_deit_tiny_patch16_224") == 5 and "cpu backend" in printed
+    assert printed.count("  deit_tiny_patch16_224\n") == 5
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     # the speed of a single image is not comparable with that of batches
     assert [row["task"] for row in drawn] == ["inference"] * 2 + ["training"] * 2
@@ -276,18 +277,42 @@ def test_a_peer_for_each_model_a_batch_for_each_size_and_one_image_for_the_laten
     sizes, first = {224: 32, 384: 10, 512: 6, 768: 2, 1024: 1}, {224: 1}
     assert found == [
         (model, peer, task, size, batch)
-        for model, peer in zip(bench.MODELS, bench.PEERS, strict=True)
+        for model, peer in zip(bench.MODELS, ["deit_tiny_patch16_224", "deit_small_patch16_224"], strict=True)
         for task, shapes in (("inference", sizes), ("latency", first))
         for size, batch in shapes.items()
     ]
     one = settings("--peers", "resnet18", "--sizes", "4000", "--tasks", "training")
     assert one == [(model, "resnet18", "training", 4000, 1) for model in bench.MODELS]
-    with pytest.raises(ValueError, match="3 models need 3 --peers, or one for all; got 2"):
-        settings("--models", *bench.MODELS, "hgrn_deit_base")
+    for models, peers in ((3, 2), (1, 2)):
+        with pytest.raises(
+            ValueError, match=f"{peers} --peers for {models} --models; give one for each, or one for all"
+        ):
+            settings("--models", *["hgrn_deit_base"] * models, "--peers", *["resnet18"] * peers)
     with pytest.raises(ValueError, match="must be positive"):
         settings("--threads", "-1")
     with pytest.raises(ValueError, match="--batch needs one positive number"):
         settings("--sizes", "224", "--batch", "0")
+
+
+@pytest.mark.parametrize(
+    ("model", "peer"),
+    [
+        ("hgrn_deit_small_patch16_224", "deit_small_patch16_224"),
+        ("hgrn2d_deit_tiny", "deit_tiny_patch16_224"),
+        ("hgrn_deit_base_patch16_224,local_conv=3", "deit_base_patch16_224"),
+        ("hgrn1d_vit_small", "deit_small_patch16_224"),
+    ],
+)
+def test_the_peer_of_a_model_is_the_deit_of_its_size(model, peer):
+    assert settings("--models", model, "--sizes", "224", "--tasks", "latency") == [(model, peer, "latency", 224, 1)]
+
+
+def test_a_model_without_a_deit_needs_a_peer(tmp_path, capsys):
+    argv = ["bench", "--models", "hgrn_deit_tiny", "vit_tiny_patch16_224", "--output", str(tmp_path / "new")]
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err == (
+        "hgrn-vision bench: vit_tiny_patch16_224 has no DeiT to compare with; name its peer with --peers\n"
+    )
 
 
 @pytest.mark.parametrize("task", bench.RUNTIMES["torch"])
