@@ -13,6 +13,7 @@ segmentation_models_pytorch.from_pretrained loads.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -303,8 +304,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.side = args.side or (256 if args.images else 96)
     if args.side % STRIDE or args.side < STRIDE:
         raise ValueError(f"--side must be a multiple of {STRIDE}, got {args.side}")
-    if args.steps < 1 or args.batch_size < 1 or args.lr <= 0 or not 0 < args.holdout < 1:
-        raise ValueError("--steps, --batch-size and --lr must be positive, --holdout between 0 and 1")
+    if args.steps < 1 or args.batch_size < 1 or not 0 < args.lr < math.inf or not 0 < args.holdout < 1:
+        raise ValueError("--steps, --batch-size and --lr must be positive and finite, --holdout between 0 and 1")
     if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
         raise ValueError(f"{args.output} is not an empty folder; choose another --output")
     return args

@@ -9,6 +9,7 @@ differ only in the encoder. The U-Net is that of segment.py.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -110,6 +111,8 @@ def run(argv: Sequence[str] | None = None) -> None:
     # batch norm needs more than one position on the coarsest map
     if min(args.sizes) < 64 or any(size % 32 for size in args.sizes):
         raise ValueError(f"--sizes must be multiples of 32, at least 64, got {' '.join(map(str, args.sizes))}")
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"--seconds must be a positive, finite number, got {args.seconds:g}")
     if not args.chart.parent.is_dir():
         raise ValueError(f"--chart: no such folder: {args.chart.parent}")
     keep_freed_memory()

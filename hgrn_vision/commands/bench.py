@@ -136,8 +136,10 @@ def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
     if len(peers) not in (1, len(args.models)):
         raise ValueError(f"got {len(peers)} --peers for {len(args.models)} --models; give one for each, or one for all")
     peers = peers * len(args.models) if len(peers) == 1 else peers
-    if min(args.sizes) < 1 or args.seconds <= 0 or (args.threads or 1) < 1:
-        raise ValueError("--sizes, --seconds and --threads must be positive")
+    if min(args.sizes) < 1 or (args.threads or 1) < 1:
+        raise ValueError("--sizes and --threads must be positive")
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"--seconds must be a positive, finite number, got {args.seconds:g}")
     if args.runtime == "onnxruntime":
         check_installed("--runtime onnxruntime")
         if (args.device or "cpu") != "cpu" or args.dtype != "float32":

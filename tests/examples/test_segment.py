@@ -167,6 +167,8 @@ def test_bad_folders(what, message, tmp_path, capsys):
         (["images"], "expected two folders, IMAGES and MASKS, or none; got one"),
         (["--side", "100"], "--side must be a multiple of 32, got 100"),
         (["--steps", "0"], "--steps, --batch-size and --lr must be positive"),
+        (["--lr", "nan"], "--steps, --batch-size and --lr must be positive"),
+        (["--lr", "inf"], "--steps, --batch-size and --lr must be positive"),
         (["--weights", "nowhere.pth"], "no checkpoint file at nowhere.pth"),
         (["--model", "hgrn_deit_tiny"], "hgrn_deit_tiny has no maps at strides 4, 8, 16 and 32"),
         (["--model", "nonesuch"], "unknown model nonesuch"),
