@@ -34,7 +34,7 @@ import hgrn_vision  # noqa: F401  registers the models
 from hgrn_vision.cli import Parser
 from hgrn_vision.data.digits import digit_image
 from hgrn_vision.data.images import BadImage, open_image
-from hgrn_vision.files import whole_file
+from hgrn_vision.files import check_writable, whole_file
 from hgrn_vision.packaged import STARTER, check_packaged, weights_file
 from hgrn_vision.randomness import fold, numpy_generator, seed_weights
 from hgrn_vision.report.style import paper_style
@@ -306,7 +306,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ValueError(f"--side must be a multiple of {STRIDE}, got {args.side}")
     if args.steps < 1 or args.batch_size < 1 or not 0 < args.lr < math.inf or not 0 < args.holdout < 1:
         raise ValueError("--steps, --batch-size and --lr must be positive and finite, --holdout between 0 and 1")
-    if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
+    check_writable(args.output)
+    if args.output.is_dir() and any(args.output.iterdir()):
         raise ValueError(f"{args.output} is not an empty folder; choose another --output")
     return args
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 import hgrn_vision  # noqa: F401  registers the models
 from hgrn_vision.cli import Parser
 from hgrn_vision.commands.bench import best_times, inference_step, peak_memory
-from hgrn_vision.files import whole_file
+from hgrn_vision.files import check_writable, whole_file
 from hgrn_vision.report.style import BLUE, GREEN, ORANGE, paper_style
 from hgrn_vision.train.memory import keep_freed_memory
 
@@ -115,6 +115,9 @@ def run(argv: Sequence[str] | None = None) -> None:
         raise ValueError(f"--seconds must be a positive, finite number, got {args.seconds:g}")
     if not args.chart.parent.is_dir():
         raise ValueError(f"--chart: no such folder: {args.chart.parent}")
+    if args.chart.is_dir():
+        raise ValueError(f"--chart: {args.chart} is a folder, expected a file name")
+    check_writable(args.chart.parent)
     keep_freed_memory()
     models = build_models()
     rows = []

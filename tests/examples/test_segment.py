@@ -181,6 +181,16 @@ def test_bad_options(options, message, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("output", ["file", "file/x", "file/x/y"])
+def test_an_output_folder_below_a_file(output, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(segment, "build", lambda *args: pytest.fail("built"))
+    assert segment.main(["--output", output]) == 2
+    assert capsys.readouterr().err == "segment.py: file is not a folder; choose another output folder\n"
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_without_segmentation_models(monkeypatch, tmp_path, capsys):
     import sys
 
