@@ -136,17 +136,26 @@ def _read_mask(path: Path) -> Image.Image:
     try:
         with Image.open(path) as mask:
             mask.load()
+    except Image.DecompressionBombError:
+        raise ValueError(f"{path}: more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except (OSError, SyntaxError) as error:
         raise ValueError(f"{path}: not a readable image ({type(error).__name__})") from None
     if mask.format == "JPEG":
         raise ValueError(f"{path}: JPEG changes the values of a mask; save masks as PNG")
+    if mask.mode == "1":
+        return mask.convert("L")
     if mask.mode in ("RGB", "RGBA"):
         red, green, blue = mask.convert("RGB").split()
         if red.tobytes() != green.tobytes() or red.tobytes() != blue.tobytes():
             raise ValueError(f"{path}: a mask must have one channel of class numbers, not colours")
         return red
+    if mask.mode not in ("L", "LA", "P", "F") and not mask.mode.startswith("I"):
+        raise ValueError(f"{path}: a mask must have one channel of class numbers, not colours")
     # a palette's indices are the classes, not its colours
-    return mask if mask.mode in ("L", "P") else mask.convert("L")
+    values = np.asarray(mask.getchannel("L") if mask.mode == "LA" else mask)
+    if not np.isin(values, np.arange(256)).all():
+        raise ValueError(f"{path}: the values of a mask must be whole numbers from 0 to 255")
+    return Image.fromarray(values.astype(np.uint8))
 
 
 def crop(rng: np.random.RandomState, pair: Pair, side: int) -> Pair:
@@ -229,6 +238,9 @@ def build(classes: int, encoder: str = TINY, weights: str | None = None) -> nn.M
         weights = weights_file(STARTER)
         check_packaged(weights)
     if weights not in (None, "none"):
+        pyramids = timm.list_models(module="pyramid")
+        if encoder not in pyramids:
+            raise ValueError(f"--weights needs {', '.join(pyramids)}, got --model {encoder}")
         hgrn_vision.load_checkpoint(model.encoder.model.model, weights, drop_head=True)
     return model
 
