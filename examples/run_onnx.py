@@ -9,11 +9,13 @@ from PIL import Image, ImageOps
 
 session = onnxruntime.InferenceSession(sys.argv[1])
 about = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
+channels, _, side = about["input_size"]
 image = ImageOps.exif_transpose(Image.open(sys.argv[2])).convert("RGB")
-side = about["input_size"][-1]
 sides = [n * int(side / about["crop_pct"]) // min(image.size) for n in image.size]
 image = image.resize(sides, Image.Resampling[about["interpolation"].upper()])
 left, top = (round((n - side) / 2) for n in image.size)
-pixels = np.float32(image.crop((left, top, left + side, top + side))) / 255 - np.float32(about["mean"])
-logits = session.run(None, {"images": (pixels / np.float32(about["std"])).transpose(2, 0, 1)[None]})[0][0]
+image = image.crop((left, top, left + side, top + side)).convert("L" if channels == 1 else "RGB")
+pixels = np.float32(image).reshape(side, side, channels) / 255
+pixels = (pixels - np.float32(about["mean"])) / np.float32(about["std"])
+logits = session.run(None, {session.get_inputs()[0].name: pixels.transpose(2, 0, 1)[None]})[0][0]
 print(about["class_names"][logits.argmax()], *logits)

@@ -13,6 +13,7 @@ segmentation_models_pytorch.from_pretrained loads.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ import hgrn_vision  # noqa: F401  registers the models
 from hgrn_vision.cli import Parser
 from hgrn_vision.data.digits import digit_image
 from hgrn_vision.data.images import BadImage, open_image
-from hgrn_vision.files import whole_file
+from hgrn_vision.files import check_writable, whole_file
 from hgrn_vision.packaged import STARTER, check_packaged, weights_file
 from hgrn_vision.randomness import fold, numpy_generator, seed_weights
 from hgrn_vision.report.style import paper_style
@@ -135,17 +136,26 @@ def _read_mask(path: Path) -> Image.Image:
     try:
         with Image.open(path) as mask:
             mask.load()
+    except Image.DecompressionBombError:
+        raise ValueError(f"{path}: more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except (OSError, SyntaxError) as error:
         raise ValueError(f"{path}: not a readable image ({type(error).__name__})") from None
     if mask.format == "JPEG":
         raise ValueError(f"{path}: JPEG changes the values of a mask; save masks as PNG")
+    if mask.mode == "1":
+        return mask.convert("L")
     if mask.mode in ("RGB", "RGBA"):
         red, green, blue = mask.convert("RGB").split()
         if red.tobytes() != green.tobytes() or red.tobytes() != blue.tobytes():
             raise ValueError(f"{path}: a mask must have one channel of class numbers, not colours")
         return red
+    if mask.mode not in ("L", "LA", "P", "F") and not mask.mode.startswith("I"):
+        raise ValueError(f"{path}: a mask must have one channel of class numbers, not colours")
     # a palette's indices are the classes, not its colours
-    return mask if mask.mode in ("L", "P") else mask.convert("L")
+    values = np.asarray(mask.getchannel("L") if mask.mode == "LA" else mask)
+    if not np.isin(values, np.arange(256)).all():
+        raise ValueError(f"{path}: the values of a mask must be whole numbers from 0 to 255")
+    return Image.fromarray(values.astype(np.uint8))
 
 
 def crop(rng: np.random.RandomState, pair: Pair, side: int) -> Pair:
@@ -228,6 +238,9 @@ def build(classes: int, encoder: str = TINY, weights: str | None = None) -> nn.M
         weights = weights_file(STARTER)
         check_packaged(weights)
     if weights not in (None, "none"):
+        pyramids = timm.list_models(module="pyramid")
+        if encoder not in pyramids:
+            raise ValueError(f"--weights needs {', '.join(pyramids)}, got --model {encoder}")
         hgrn_vision.load_checkpoint(model.encoder.model.model, weights, drop_head=True)
     return model
 
@@ -303,9 +316,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.side = args.side or (256 if args.images else 96)
     if args.side % STRIDE or args.side < STRIDE:
         raise ValueError(f"--side must be a multiple of {STRIDE}, got {args.side}")
-    if args.steps < 1 or args.batch_size < 1 or args.lr <= 0 or not 0 < args.holdout < 1:
-        raise ValueError("--steps, --batch-size and --lr must be positive, --holdout between 0 and 1")
-    if args.output.is_file() or (args.output.is_dir() and any(args.output.iterdir())):
+    if args.steps < 1 or args.batch_size < 1 or not 0 < args.lr < math.inf or not 0 < args.holdout < 1:
+        raise ValueError("--steps, --batch-size and --lr must be positive and finite, --holdout between 0 and 1")
+    check_writable(args.output)
+    if args.output.is_dir() and any(args.output.iterdir()):
         raise ValueError(f"{args.output} is not an empty folder; choose another --output")
     return args
 

@@ -9,6 +9,7 @@ differ only in the encoder. The U-Net is that of segment.py.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from tqdm import tqdm
 import hgrn_vision  # noqa: F401  registers the models
 from hgrn_vision.cli import Parser
 from hgrn_vision.commands.bench import best_times, inference_step, peak_memory
-from hgrn_vision.files import whole_file
+from hgrn_vision.files import check_writable, whole_file
 from hgrn_vision.report.style import BLUE, GREEN, ORANGE, paper_style
 from hgrn_vision.train.memory import keep_freed_memory
 
@@ -110,8 +111,13 @@ def run(argv: Sequence[str] | None = None) -> None:
     # batch norm needs more than one position on the coarsest map
     if min(args.sizes) < 64 or any(size % 32 for size in args.sizes):
         raise ValueError(f"--sizes must be multiples of 32, at least 64, got {' '.join(map(str, args.sizes))}")
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"--seconds must be a positive, finite number, got {args.seconds:g}")
     if not args.chart.parent.is_dir():
         raise ValueError(f"--chart: no such folder: {args.chart.parent}")
+    if args.chart.is_dir():
+        raise ValueError(f"--chart: {args.chart} is a folder, expected a file name")
+    check_writable(args.chart.parent)
     keep_freed_memory()
     models = build_models()
     rows = []

@@ -50,6 +50,16 @@ def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def check_writable(folder: str | os.PathLike) -> None:
+    """Refuse a folder that cannot be created or written to; nothing is created."""
+    folder = Path(folder)
+    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise ValueError(f"{there} is not a folder; choose another output folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write to {there}; choose another output folder")
+
+
 def write_text(path: str | os.PathLike, text: str, errors: str = "strict") -> None:
     """Write a UTF-8 file atomically; `errors` as for str.encode."""
     with whole_file(path) as temporary:

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from ..backend import choose, get_backend
-from ..files import whole_file
+from ..files import check_writable, whole_file
 from ..train.build import DTYPES, precision
 from ..train.config import TrainConfig
 from ..train.distributed import LostRank, choose_device, is_main
@@ -158,17 +158,20 @@ def show_warnings() -> None:
 
 
 def check_free(paths: Iterable[str | os.PathLike], force: bool) -> None:
-    """Refuse, before any work is done, to overwrite a file or to write two outputs to the same file."""
+    """Refuse, before any work is done, what would overwrite a file, write a file twice or fail to write one."""
     paths = [path if path == STDOUT else os.path.abspath(path) for path in paths]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice:
         where = "standard output" if twice == STDOUT else twice
         raise ValueError(f"two outputs cannot both go to {where}")
     for path in paths:
-        if path != STDOUT and os.path.isdir(path):
+        if path == STDOUT:
+            continue
+        if os.path.isdir(path):
             raise ValueError(f"{path} is a folder, expected a file name")
-        if path != STDOUT and os.path.lexists(path) and not force:
+        if os.path.lexists(path) and not force:
             raise ValueError(f"{path} already exists; choose another name, or overwrite it with --force")
+        check_writable(os.path.dirname(path))
 
 
 def printable(text: str) -> str:

@@ -5,6 +5,7 @@ import csv
 import ctypes
 import itertools
 import math
+import re
 import sys
 import tempfile
 import time
@@ -30,6 +31,7 @@ from ..kernels import cpu_block
 from ..report.speed import speed_chart
 from ..report.style import to_png
 from ..study.definition import parse_arm
+from ..train.distributed import choose_device
 from ..train.memory import keep_freed_memory
 from ._console import check_free, open_output
 
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "hgrn-vision bench --sizes 224 384 --output runs/bench"
 MODELS = ["hgrn_deit_tiny_patch16_224", "hgrn_deit_small_patch16_224"]
-PEERS = ["deit_tiny_patch16_224", "deit_small_patch16_224"]
 RUNTIMES = {"torch": ("inference", "latency", "training"), "onnxruntime": ("inference", "latency")}  # and their tasks
 COLUMNS = {"task": 10, "size": 6, "batch": 6, "images/s": 10, "peer": 8, "ratio": 7, "share": 7, "MB": 7, "peer MB": 9}
 Step = Callable[[], object]
@@ -68,7 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models", nargs="+", metavar="NAME", default=MODELS, help="models to measure: NAME or NAME,local_conv=3"
     )
-    parser.add_argument("--peers", nargs="+", metavar="NAME", default=PEERS, help="the timm model to compare each with")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        metavar="NAME",
+        help="a model to compare each with, or one for all [DeiT of the same size]",
+    )
     parser.add_argument(
         "--sizes", nargs="+", type=int, metavar="PIXELS", default=[224, 384, 512, 768, 1024], help="image sides"
     )
@@ -98,16 +104,17 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     table, chart = args.output / "bench.csv", args.output / "bench.png"
     check_free([table, chart], args.force)
-    device, dtype = torch.device(_device(args)), getattr(torch, args.dtype)
+    device, dtype = choose_device(_device(args)), getattr(torch, args.dtype)
     if args.threads:
         torch.set_num_threads(args.threads)
     if device.type == "cpu":
         keep_freed_memory()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"{where}, {args.dtype}, {_engine(args, device, dtype)}, best of interleaved runs", flush=True)
-    print(f"{'':36}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
+        _try_models(settings, device, dtype, Path(folder) if args.runtime == "onnxruntime" else None)
+        print(f"{where}, {args.dtype}, {_engine(args, device, dtype)}, best of interleaved runs", flush=True)
+        print(f"{'':36}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()) + "  compared with")
         for setting in tqdm(settings, disable=not sys.stderr.isatty(), unit="line"):
             if args.runtime == "torch":
                 rows.append(measure(*setting, device, dtype, args.seconds))
@@ -123,15 +130,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
-    for name in (*args.models, *args.peers):
+    peers = args.peers or [_default_peer(name) for name in args.models]
+    for name in (*args.models, *peers):
         _parse(name)
-    peers = args.peers * len(args.models) if len(args.peers) == 1 else args.peers[: len(args.models)]
-    if len(peers) < len(args.models):
-        raise ValueError(
-            f"{len(args.models)} models need {len(args.models)} --peers, or one for all; got {len(args.peers)}"
-        )
-    if min(args.sizes) < 1 or args.seconds <= 0 or (args.threads or 1) < 1:
-        raise ValueError("--sizes, --seconds and --threads must be positive")
+    if len(peers) not in (1, len(args.models)):
+        raise ValueError(f"got {len(peers)} --peers for {len(args.models)} --models; give one for each, or one for all")
+    peers = peers * len(args.models) if len(peers) == 1 else peers
+    if min(args.sizes) < 1 or (args.threads or 1) < 1:
+        raise ValueError("--sizes and --threads must be positive")
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"--seconds must be a positive, finite number, got {args.seconds:g}")
     if args.runtime == "onnxruntime":
         check_installed("--runtime onnxruntime")
         if (args.device or "cpu") != "cpu" or args.dtype != "float32":
@@ -164,6 +172,14 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
     return name, arguments
 
 
+def _default_peer(text: str) -> str:
+    """timm's DeiT of a model's size."""
+    size = re.match(r"hgrn.*_(tiny|small|base)", _parse(text)[0])
+    if not size:
+        raise ValueError(f"{text} has no DeiT to compare with; name its peer with --peers")
+    return f"deit_{size[1]}_patch16_224"
+
+
 def _device(args: argparse.Namespace) -> str:
     return args.device or ("cuda" if torch.cuda.is_available() and args.runtime == "torch" else "cpu")
 
@@ -175,6 +191,36 @@ def _engine(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
     import onnxruntime
 
     return f"onnxruntime {onnxruntime.__version__}"
+
+
+def _try_models(
+    settings: list[tuple[str, str, str, int, int]], device: torch.device, dtype: torch.dtype, folder: Path | None
+) -> None:
+    """Run each model once at each size, so that one that cannot run is refused before anything is measured.
+
+    Args:
+        settings: what will be measured.
+        device: where the models run.
+        dtype: that of their weights.
+        folder: for the ONNX files that will be measured; None if PyTorch runs the models.
+    """
+    tries = dict.fromkeys(
+        # a second image, since batch norm may refuse to train on one
+        (name, size, task == "training", min(batch, 2) if task == "training" else 1)
+        for *pair, task, size, batch in settings
+        for name in pair
+    )
+    for name, size, training, batch in tqdm(tries, "trying", disable=not sys.stderr.isatty(), leave=False):
+        try:
+            model = _create(name, size).to(device=device, dtype=dtype).train(training)
+            with torch.no_grad():
+                model(torch.randn(batch, 3, size, size, device=device, dtype=dtype))
+            if folder:
+                _onnx_file(name, size, folder)
+        # constructors and exporters raise all sorts of errors
+        except Exception as error:
+            reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{name} cannot run at {size} pixels: {reason}") from error
 
 
 def measure(name: str, peer: str, task: str, size: int, batch: int, device, dtype, seconds: float) -> Row:
@@ -248,7 +294,7 @@ def _create(name: str, size: int, **more: Any) -> nn.Module:
     except TypeError as error:
         # models that work at any size need no such argument
         if "'img_size'" not in str(error):
-            raise ValueError(f"{name}: {error}") from error
+            raise
         return timm.create_model(model, **arguments, **more)
 
 
@@ -374,7 +420,8 @@ def _line(row: Row) -> str:
     cells = [row.task, row.size, row.batch, f"{row.images_per_second:.1f}", f"{row.peer_images_per_second:.1f}"]
     share = "-" if math.isnan(row.share_of_matmuls) else f"{row.share_of_matmuls:.0%}"
     cells += [f"{row.ratio:.2f}x", share, f"{row.memory_mb:.0f}", f"{row.peer_memory_mb:.0f}"]
-    return f"{row.model:36}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
+    figures = "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
+    return f"{row.model:36}{figures}  {row.peer}"
 
 
 def _write_table(path: Path, rows: list[Row]) -> None:

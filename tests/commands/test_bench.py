@@ -52,6 +52,7 @@ def test_table_and_chart(small_models, tmp_path, capsys, monkeypatch):
         )
         assert row["runtime"] == "torch" and float(row["share_of_matmuls"]) > 0
     assert printed.count("hgrn_deit_tiny_patch16_224") == 5 and "cpu backend" in printed
+    assert printed.count("  deit_tiny_patch16_224\n") == 5
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     # the speed of a single image is not comparable with that of batches
     assert [row["task"] for row in drawn] == ["inference"] * 2 + ["training"] * 2
@@ -83,6 +84,68 @@ def test_models_that_cannot_be_made(tmp_path, capsys, name, message):
     assert cli.main(argv) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sizes", "32", "8"], "bench: deit_tiny_patch16_224 cannot run at 8 pixels: Calculated padded input size"),
+        (
+            ["--models", "hgrn_deit_tiny_patch16_224", "hgrn_deit_tiny_patch16_224,embed_dim=-4"],
+            "hgrn_deit_tiny_patch16_224,embed_dim=-4 cannot run at 32 pixels: Trying to create tensor with negative",
+        ),
+        (["--peers", "deit_tiny_patch16_224,num_heads=5"], "deit_tiny_patch16_224,num_heads=5 cannot run at 32 pixels"),
+        # batch norm in training sees one value per channel
+        (
+            ["--peers", "resnet10t", "--tasks", "training", "--batch", "1"],
+            "resnet10t cannot run at 32 pixels: Expected more than 1",
+        ),
+        (["--device", "foo"], "device 'foo' cannot be used: Expected one of cpu, cuda"),
+        (["--output", "file"], "file is not a folder; choose another output folder"),
+        (["--output", "file/bench"], "file is not a folder; choose another output folder"),
+    ],
+)
+def test_nothing_is_measured_if_a_line_could_not_be(tmp_path, capsys, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(bench, "best_times", lambda *args: pytest.fail("measured"))
+    argv = ["bench", *PAIR, "--sizes", "32", "--tasks", "latency", "inference", "--output", "new"]
+    assert cli.main([*argv, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_files_for_onnxruntime_are_written_before_anything_is_measured(small_models, tmp_path, capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no such operator\nmore")
+
+    monkeypatch.setattr(bench, "onnx_export", refuse)
+    monkeypatch.setattr(bench, "best_times", lambda *args: pytest.fail("measured"))
+    argv = ["bench", *PAIR, "--runtime", "onnxruntime", "--sizes", "16", "--output", str(tmp_path / "new")]
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error == "hgrn-vision bench: deit_tiny_patch16_224 cannot run at 16 pixels: no such operator\n"
+    assert not (tmp_path / "new").exists()
+
+
+def test_models_are_tried_once_at_each_size_as_they_will_run(small_models, tmp_path, monkeypatch):
+    tried, create = [], bench._create
+
+    def create_and_watch(name, size):
+        model = create(name, size)
+        model.register_forward_pre_hook(
+            lambda model, args: tried.append((name.partition("_")[0], *args[0].shape[::3], model.training))
+        )
+        return model
+
+    monkeypatch.setattr(bench, "_create", create_and_watch)
+    monkeypatch.setattr(bench, "measure", lambda *args: pytest.fail(f"measured {tried}"))
+    argv = ["bench", *PAIR, "--sizes", "16", "32", "--batch", "4", "1", "--output", str(tmp_path)]
+    with pytest.raises(pytest.fail.Exception):
+        cli.main(argv)
+    shapes = [(1, 16, False), (1, 32, False), (2, 16, True), (1, 32, True)]
+    assert tried == [(name, *shape) for shape in shapes for name in ("hgrn", "deit")]
 
 
 def test_onnxruntime_runs_files_of_both(small_models, tmp_path, capsys, monkeypatch):
@@ -214,18 +277,45 @@ def test_a_peer_for_each_model_a_batch_for_each_size_and_one_image_for_the_laten
     sizes, first = {224: 32, 384: 10, 512: 6, 768: 2, 1024: 1}, {224: 1}
     assert found == [
         (model, peer, task, size, batch)
-        for model, peer in zip(bench.MODELS, bench.PEERS, strict=True)
+        for model, peer in zip(bench.MODELS, ["deit_tiny_patch16_224", "deit_small_patch16_224"], strict=True)
         for task, shapes in (("inference", sizes), ("latency", first))
         for size, batch in shapes.items()
     ]
     one = settings("--peers", "resnet18", "--sizes", "4000", "--tasks", "training")
     assert one == [(model, "resnet18", "training", 4000, 1) for model in bench.MODELS]
-    with pytest.raises(ValueError, match="3 models need 3 --peers, or one for all; got 2"):
-        settings("--models", *bench.MODELS, "hgrn_deit_base")
+    for models, peers in ((3, 2), (1, 2)):
+        with pytest.raises(
+            ValueError, match=f"{peers} --peers for {models} --models; give one for each, or one for all"
+        ):
+            settings("--models", *["hgrn_deit_base"] * models, "--peers", *["resnet18"] * peers)
     with pytest.raises(ValueError, match="must be positive"):
         settings("--threads", "-1")
+    for seconds in ("0", "-1", "nan", "inf"):
+        with pytest.raises(ValueError, match=f"--seconds must be a positive, finite number, got {seconds}"):
+            settings("--seconds", seconds)
     with pytest.raises(ValueError, match="--batch needs one positive number"):
         settings("--sizes", "224", "--batch", "0")
+
+
+@pytest.mark.parametrize(
+    ("model", "peer"),
+    [
+        ("hgrn_deit_small_patch16_224", "deit_small_patch16_224"),
+        ("hgrn2d_deit_tiny", "deit_tiny_patch16_224"),
+        ("hgrn_deit_base_patch16_224,local_conv=3", "deit_base_patch16_224"),
+        ("hgrn1d_vit_small", "deit_small_patch16_224"),
+    ],
+)
+def test_the_peer_of_a_model_is_the_deit_of_its_size(model, peer):
+    assert settings("--models", model, "--sizes", "224", "--tasks", "latency") == [(model, peer, "latency", 224, 1)]
+
+
+def test_a_model_without_a_deit_needs_a_peer(tmp_path, capsys):
+    argv = ["bench", "--models", "hgrn_deit_tiny", "vit_tiny_patch16_224", "--output", str(tmp_path / "new")]
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err == (
+        "hgrn-vision bench: vit_tiny_patch16_224 has no DeiT to compare with; name its peer with --peers\n"
+    )
 
 
 @pytest.mark.parametrize("task", bench.RUNTIMES["torch"])

@@ -76,6 +76,17 @@ def test_onnx(run, tmp_path):
         check_example(run, path, write_image(tmp_path / f"{size}.jpg", 3, size))
 
 
+def test_the_example_reads_images_of_one_channel(tmp_path):
+    run, path = save(tmp_path / "grey", in_chans=1), tmp_path / "grey.onnx"
+    assert main(["export", str(run), "--output", str(path)]) == 0
+    check_example(run, path, write_image(tmp_path / "a.png", 3, (40, 25)))
+
+
+def test_the_example_runs_the_model_of_a_page(run, tmp_path):
+    assert main(["export", str(run), "--format", "web", "--output", str(tmp_path / "site")]) == 0
+    check_example(run, tmp_path / "site" / "onnx" / "model.onnx", write_image(tmp_path / "a.png", 3, (40, 25)))
+
+
 def check_example(run, path, image):
     """The example script gives the package's answers although neither the package nor torch can be imported."""
     blocked = "import sys, runpy; sys.modules.update(dict.fromkeys(['torch', 'timm', 'hgrn_vision', 'onnx']))"

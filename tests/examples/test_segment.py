@@ -1,5 +1,8 @@
 """examples/segment.py: scenes from digits, folders of images and masks, and what is refused."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -98,6 +101,42 @@ def test_classes_are_the_values_of_the_masks(tmp_path):
     assert pairs[0][1].shape == pairs[0][0].shape[:2] == (36, 40)
 
 
+def with_alpha(classes):
+    return Image.merge("LA", [Image.fromarray(classes), Image.new("L", classes.shape[::-1], 100)])
+
+
+STORED = {
+    "8 bits.png": Image.fromarray,
+    "16 bits.png": lambda classes: Image.fromarray(classes.astype(np.uint16)),
+    "32 bits.tif": lambda classes: Image.fromarray(classes.astype(np.int32)),
+    "floats.tif": lambda classes: Image.fromarray(classes.astype(np.float32)),
+    "alpha.png": with_alpha,
+    "grey colours.png": lambda classes: Image.merge("RGB", [Image.fromarray(classes)] * 3),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_mask_is_what_its_file_stores(name, tmp_path):
+    classes = np.array([[0, 1, 2], [200, 254, 255]], np.uint8)
+    STORED[name](classes).save(tmp_path / name)
+    assert np.array_equal(np.asarray(segment._read_mask(tmp_path / name)), classes)
+
+
+def test_a_mask_of_one_bit(tmp_path):
+    Image.fromarray(np.array([[False, True]])).save(tmp_path / "mask.png")
+    assert np.asarray(segment._read_mask(tmp_path / "mask.png")).tolist() == [[0, 255]]
+
+
+@pytest.mark.parametrize("values", [[[0, 1], [300, 400]], [[0, -1]], [[0.0, 1.5]], [[0.0, float("nan")]]], ids=str)
+def test_values_that_are_no_classes(values, tmp_path):
+    array = np.array(values)
+    kind = np.float32 if array.dtype.kind == "f" else np.int32 if array.min() < 0 else np.uint16
+    Image.fromarray(array.astype(kind)).save(tmp_path / "mask.tif")
+    message = f"{tmp_path}/mask.tif: the values of a mask must be whole numbers from 0 to 255"
+    with pytest.raises(ValueError, match=message):
+        segment._read_mask(tmp_path / "mask.tif")
+
+
 def test_the_weights_of_a_plain_model_go_into_the_encoder(tmp_path):
     import timm
 
@@ -120,6 +159,15 @@ def spoil(folder, what):
         Image.new("L", (41, 36)).save(masks / "2.png")
     elif what == "colours":
         Image.new("RGB", (40, 36), (1, 2, 3)).save(masks / "2.png")
+    elif what == "cmyk":
+        Image.new("CMYK", (40, 36), (1, 1, 1, 0)).save(masks / "2.png", format="TIFF")
+    elif what == "16 bits":
+        Image.fromarray(np.full((36, 40), 300, np.uint16)).save(masks / "2.png")
+    elif what == "huge":
+        # the header of 20000 x 20000 pixels, without the pixels
+        header = b"IHDR" + struct.pack(">IIBBBBB", 20000, 20000, 8, 0, 0, 0, 0)
+        chunks = struct.pack(">I", 13) + header + struct.pack(">II", zlib.crc32(header), 9) + b"IDAT"
+        (masks / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
     elif what == "jpeg":
         Image.new("L", (40, 36)).save(masks / "2.png", format="JPEG")
     elif what == "broken mask":
@@ -143,6 +191,9 @@ def spoil(folder, what):
         ("image missing", "1 of 5 files have no image in {}/images, for example {}/masks/3.png"),
         ("sizes", "{}/images/2.jpg has 40x36 pixels, its mask {}/masks/2.png has 41x36"),
         ("colours", "{}/masks/2.png: a mask must have one channel of class numbers, not colours"),
+        ("cmyk", "{}/masks/2.png: a mask must have one channel of class numbers, not colours"),
+        ("16 bits", "{}/masks/2.png: the values of a mask must be whole numbers from 0 to 255"),
+        ("huge", "{}/masks/2.png: more than 178,956,970 pixels"),
         ("jpeg", "{}/masks/2.png: JPEG changes the values of a mask; save masks as PNG"),
         ("broken mask", "{}/masks/2.png: not a readable image (UnidentifiedImageError)"),
         ("broken image", "{}/images/2.jpg: not an image in a known format"),
@@ -167,8 +218,11 @@ def test_bad_folders(what, message, tmp_path, capsys):
         (["images"], "expected two folders, IMAGES and MASKS, or none; got one"),
         (["--side", "100"], "--side must be a multiple of 32, got 100"),
         (["--steps", "0"], "--steps, --batch-size and --lr must be positive"),
+        (["--lr", "nan"], "--steps, --batch-size and --lr must be positive"),
+        (["--lr", "inf"], "--steps, --batch-size and --lr must be positive"),
         (["--weights", "nowhere.pth"], "no checkpoint file at nowhere.pth"),
         (["--model", "hgrn_deit_tiny"], "hgrn_deit_tiny has no maps at strides 4, 8, 16 and 32"),
+        (["--model", "resnet18", "--weights", "plain.pth"], "--weights needs hgrn_pyramid_small, hgrn_pyramid_tiny"),
         (["--model", "nonesuch"], "unknown model nonesuch"),
     ],
 )
@@ -177,6 +231,16 @@ def test_bad_options(options, message, tmp_path, capsys):
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("output", ["file", "file/x", "file/x/y"])
+def test_an_output_folder_below_a_file(output, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(segment, "build", lambda *args: pytest.fail("built"))
+    assert segment.main(["--output", output]) == 2
+    assert capsys.readouterr().err == "segment.py: file is not a folder; choose another output folder\n"
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_without_segmentation_models(monkeypatch, tmp_path, capsys):

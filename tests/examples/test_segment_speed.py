@@ -48,12 +48,26 @@ def test_cpu_time_is_that_of_one_thread(tmp_path, monkeypatch, capsys):
     [
         (["--sizes", "100"], "--sizes must be multiples of 32, at least 64, got 100"),
         (["--sizes", "32"], "--sizes must be multiples of 32, at least 64, got 32"),
+        (["--seconds", "0"], "--seconds must be a positive, finite number, got 0"),
+        (["--seconds", "nan"], "--seconds must be a positive, finite number, got nan"),
+        (["--seconds", "inf"], "--seconds must be a positive, finite number, got inf"),
         (["--chart", "nowhere/chart.png"], "--chart: no such folder: nowhere"),
+        (["--chart", "docs"], "--chart: docs is a folder, expected a file name"),
     ],
 )
-def test_bad_options(options, message, capsys):
+def test_bad_options(options, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(speed, "build_models", lambda: pytest.fail("built"))
     assert speed.main(options) == 2
     assert capsys.readouterr().err == f"segment_speed.py: {message}\n"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(speed, "build_models", lambda: pytest.fail("built"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert speed.main(["--chart", str(tmp_path / "chart.png")]) == 2
+    assert capsys.readouterr().err == f"segment_speed.py: cannot write to {tmp_path}; choose another output folder\n"
 
 
 def test_without_segmentation_models(monkeypatch, tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training import digits
 
-from hgrn_vision.files import whole_file, whole_folder, write_text
+from hgrn_vision.files import check_writable, whole_file, whole_folder, write_text
 from hgrn_vision.train.build import build_model
 from hgrn_vision.train.checkpoint import Checkpoint, Checkpoints
 from hgrn_vision.train.run_folder import export_model
@@ -113,3 +113,18 @@ def test_two_processes_do_not_write_into_the_same_file(tmp_path, monkeypatch):
             write_text(path, "theirs")
         assert ours.read_text() == "ours" and path.read_text() == "theirs"
     assert path.read_text() == "ours"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_beforehand(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "a" / "b"):
+        with pytest.raises(ValueError, match=f"{file} is not a folder; choose another output folder"):
+            check_writable(folder)
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "a" / "b", "a/b", ".", "../c"):
+        check_writable(folder)
+    assert list(tmp_path.iterdir()) == [file]
+    monkeypatch.setattr(os, "access", lambda path, mode: (str(path), mode) != (str(tmp_path), os.W_OK | os.X_OK))
+    with pytest.raises(ValueError, match=f"cannot write to {tmp_path}; choose another output folder"):
+        check_writable(tmp_path / "a")
