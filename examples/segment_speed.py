@@ -112,7 +112,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     if min(args.sizes) < 64 or any(size % 32 for size in args.sizes):
         raise ValueError(f"--sizes must be multiples of 32, at least 64, got {' '.join(map(str, args.sizes))}")
     if not 0 < args.seconds < math.inf:
-        raise ValueError(f"--seconds must be a positive, finite number, got {args.seconds:g}")
+        raise ValueError(f"--seconds must be positive and finite, got {args.seconds:g}")
     if not args.chart.parent.is_dir():
         raise ValueError(f"--chart: no such folder: {args.chart.parent}")
     if args.chart.is_dir():

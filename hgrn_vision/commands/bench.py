@@ -139,7 +139,7 @@ def _settings(args: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
     if min(args.sizes) < 1 or (args.threads or 1) < 1:
         raise ValueError("--sizes and --threads must be positive")
     if not 0 < args.seconds < math.inf:
-        raise ValueError(f"--seconds must be a positive, finite number, got {args.seconds:g}")
+        raise ValueError(f"--seconds must be positive and finite, got {args.seconds:g}")
     if args.runtime == "onnxruntime":
         check_installed("--runtime onnxruntime")
         if (args.device or "cpu") != "cpu" or args.dtype != "float32":

@@ -17,7 +17,7 @@ import torch
 from ..data.splits import Split
 from ..export import int8, run_exported, site
 from ..export.onnx_file import MOST_PATCHES, NEEDS, check_installed, describe, sides, takes_any_size, trace, write_onnx
-from ..files import whole_file
+from ..files import check_writable, whole_file
 from ..inference.pretrained import LoadedModel, load_model
 from ..randomness import numpy_generator
 from ._console import check_free
@@ -194,6 +194,7 @@ def _check_output(path: Path, args: argparse.Namespace) -> None:
         check_free([path], args.force)
         return
     site.check_folder(path, args.force)
+    check_writable(path.parent)
     if args.runtime:
         site.find_runtime(args.runtime)
 

@@ -291,7 +291,7 @@ def test_a_peer_for_each_model_a_batch_for_each_size_and_one_image_for_the_laten
     with pytest.raises(ValueError, match="must be positive"):
         settings("--threads", "-1")
     for seconds in ("0", "-1", "nan", "inf"):
-        with pytest.raises(ValueError, match=f"--seconds must be a positive, finite number, got {seconds}"):
+        with pytest.raises(ValueError, match=f"--seconds must be positive and finite, got {seconds}"):
             settings("--seconds", seconds)
     with pytest.raises(ValueError, match="--batch needs one positive number"):
         settings("--sizes", "224", "--batch", "0")

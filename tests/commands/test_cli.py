@@ -69,7 +69,7 @@ def test_the_slurm_example_of_distill_has_flags_that_exist():
 def test_arguments_are_those_of_the_process(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hgrn-vision", "bench", "--seconds", "0"])
     assert cli.main() == 2
-    assert capsys.readouterr().err == "hgrn-vision bench: --sizes, --seconds and --threads must be positive\n"
+    assert capsys.readouterr().err == "hgrn-vision bench: --seconds must be positive and finite, got 0\n"
 
 
 def test_a_traceback_for_those_who_ask(monkeypatch):

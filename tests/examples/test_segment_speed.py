@@ -48,9 +48,9 @@ def test_cpu_time_is_that_of_one_thread(tmp_path, monkeypatch, capsys):
     [
         (["--sizes", "100"], "--sizes must be multiples of 32, at least 64, got 100"),
         (["--sizes", "32"], "--sizes must be multiples of 32, at least 64, got 32"),
-        (["--seconds", "0"], "--seconds must be a positive, finite number, got 0"),
-        (["--seconds", "nan"], "--seconds must be a positive, finite number, got nan"),
-        (["--seconds", "inf"], "--seconds must be a positive, finite number, got inf"),
+        (["--seconds", "0"], "--seconds must be positive and finite, got 0"),
+        (["--seconds", "nan"], "--seconds must be positive and finite, got nan"),
+        (["--seconds", "inf"], "--seconds must be positive and finite, got inf"),
         (["--chart", "nowhere/chart.png"], "--chart: no such folder: nowhere"),
         (["--chart", "docs"], "--chart: docs is a folder, expected a file name"),
     ],

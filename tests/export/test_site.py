@@ -117,6 +117,7 @@ def test_bad_input_is_one_line(run, site, tmp_path, capsys):
         "is not empty": [str(run), *web, str(tmp_path / "mine")],
         "mine is not empty": [str(run), *web, str(tmp_path / "mine"), "--force"],
         "is a file": [str(run), *web, str(tmp_path / "file")],
+        "is not a folder": [str(run), *web, str(tmp_path / "file" / "site")],
         "already holds a page": [str(run), *web, str(site)],
         "not the npm package": [str(run), *web, str(tmp_path / "new"), "--runtime", str(tmp_path)],
         "3 channels of 16 x 24": [str(wide), *web, str(tmp_path / "new")],
