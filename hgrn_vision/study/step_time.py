@@ -68,9 +68,9 @@ def fit_minutes(config: TrainConfig, minutes: float, seconds_per_step: float, st
     """The config with as many steps as fit into `minutes`, its schedule stretched or shrunk accordingly.
 
     Each epoch gets its share of the steps. If that is more than `steps`, there are more epochs; if it is less than one
-    step, fewer. From there their number moves as far as it has to, at most by a factor of two, for all but half a
-    percent of the steps to be used, or as many as possible; fewer than an epoch has are left over. Warm-up keeps its
-    share of all steps, and the learning rate ends at the same value.
+    step, fewer. Then the number of epochs is adjusted, by at most a factor of two, until at least 99.5% of the steps
+    are used, or as many as possible. Warm-up keeps its share of all steps, and the learning rate ends at the same
+    value.
 
     Args:
         config: settings with the number of epochs for equal steps.
